@@ -1,0 +1,66 @@
+"""shoal: train one PyTorch model on the machines you have.
+
+with shoal.join() as crew:
+    model = crew.replicate(Net(), sync="ring")
+    for x, y in crew.loader(train_set, batch_size=128): ...
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shoal.version import VERSION
+
+if TYPE_CHECKING:
+    from shoal.errors import (
+        DataError,
+        MeetingError,
+        PeerLost,
+        RunFailed,
+        SettingsError,
+        ShoalError,
+        StorageError,
+        SyncError,
+    )
+    from shoal.joined import JoinedCrew, join
+
+__version__ = VERSION
+
+# Loaded on first use, so that the launcher, which needs no torch, starts without it.
+_HOMES = {
+    "join": "shoal.joined",
+    "JoinedCrew": "shoal.joined",
+    "ShoalError": "shoal.errors",
+    "SettingsError": "shoal.errors",
+    "MeetingError": "shoal.errors",
+    "DataError": "shoal.errors",
+    "StorageError": "shoal.errors",
+    "SyncError": "shoal.errors",
+    "PeerLost": "shoal.errors",
+    "RunFailed": "shoal.errors",
+}
+
+__all__ = [
+    "DataError",
+    "JoinedCrew",
+    "MeetingError",
+    "PeerLost",
+    "RunFailed",
+    "SettingsError",
+    "ShoalError",
+    "StorageError",
+    "SyncError",
+    "__version__",
+    "join",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

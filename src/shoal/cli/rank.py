@@ -1,0 +1,23 @@
+"""What `shoal train` starts as each rank: `python -m shoal.cli.rank EVENTS_FD ORDER`.
+
+Nothing is printed here: what there is to say goes to the launcher as events.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from shoal.cli.order import RankOrder
+from shoal.report.events import pipe_emitter
+from shoal.train.rank import run_rank
+
+
+def main(events_fd: str, encoded_order: str) -> int:
+    order = msgspec.json.decode(encoded_order, type=RankOrder)
+    return run_rank(order.settings, order.way, order.interface, pipe_emitter(int(events_fd)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""`shoal run`: any script on several local ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.errors import SettingsError
+from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
+from shoal.launch.outcome import describe
+from shoal.network import reserve_port
+from shoal.rendezvous.ways import Way, inherited_environment, variables_of
+from shoal.settings import threads_each
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments."),
+    ],
+    workers: Annotated[int, typer.Option(help="How many ranks to start on this host.")] = 2,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is a module, as with python -m.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of each rank. Default: cores / workers.")
+    ] = None,
+) -> None:
+    """Start a script on several ranks of this host, with RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE set.
+
+    shoal.join() in the script finds them, and so does torch.distributed with env://.
+    """
+    faults = []
+    if workers < 1:
+        faults.append(f"--workers {workers}: must be at least 1.")
+    if threads is not None and threads < 1:
+        faults.append(f"--threads {threads}: must be at least 1.")
+    if not module and not Path(command[0]).is_file():
+        faults.append(f"{command[0]}: there is no such script (a module needs -m before it).")
+    if faults:
+        raise SettingsError(faults)
+
+    port = reserve_port()
+    commands = []
+    for rank in range(workers):
+        way = Way(
+            kind="tcp", rank=rank, size=workers, host="127.0.0.1", port=port,
+            local_rank=rank, local_size=workers,
+        )  # fmt: skip
+        env = inherited_environment(**variables_of(way), PYTHONUNBUFFERED="1")
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = str(threads)
+        env.setdefault("OMP_NUM_THREADS", str(threads_each(workers)))
+        argv = [sys.executable, *(["-m"] if module else []), *command]
+        commands.append(RankCommand(rank=rank, argv=argv, environment=env))
+
+    def show(rank: int, stream: Stream, line: str) -> None:
+        prefix = f"[{rank}] " if workers > 1 else ""
+        print(f"{prefix}{line}", file=getattr(sys, stream), flush=True)
+
+    try:
+        cause = run_ranks(commands, Listener(on_line=show))
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
+    if cause is not None:
+        print(f"shoal: {describe(cause)}", file=sys.stderr)
+        raise typer.Exit(cause.exit_code)

@@ -1,0 +1,263 @@
+"""`shoal train`: a model from the zoo, or the user's own, on local ranks or as one rank of many."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+from shoal.cli.order import RankOrder
+from shoal.errors import EXIT_FAILED, SettingsError
+from shoal.launch.local import EVENTS_FD, Interrupted, Listener, RankCommand, Stream, run_ranks
+from shoal.launch.outcome import RankEnd, describe
+from shoal.network import reserve_port
+from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_torch
+from shoal.report import events
+from shoal.report.terminal import Terminal
+from shoal.settings import SYNCS, TrainSettings, cache_dir, threads_each
+from shoal.train.check import check
+from shoal.train.data import catalog
+from shoal.train.models.catalog import MODELS
+
+DEFAULTS = TrainSettings()
+
+
+def train(
+    workers: Annotated[
+        int | None, typer.Option(help="Ranks to start on this host. Default: 1.")
+    ] = None,
+    sync: Annotated[
+        str, typer.Option(help=f"How replicas are kept equal: {', '.join(SYNCS)}.")
+    ] = DEFAULTS.sync,
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory.")
+    ] = DEFAULTS.model,
+    data: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(catalog.NAMES)}, or package.module:factory that returns "
+            "(train, test) datasets."
+        ),
+    ] = DEFAULTS.data,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Where the data files are. Default: the cache.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(help="The global batch, shared out over the ranks.")
+    ] = DEFAULTS.batch_size,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = DEFAULTS.epochs,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw.")] = DEFAULTS.optimizer,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = DEFAULTS.lr,
+    momentum: Annotated[float, typer.Option(help="Of sgd.")] = DEFAULTS.momentum,
+    seed: Annotated[
+        int, typer.Option(help="Decides initial weights and the order of samples.")
+    ] = DEFAULTS.seed,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = DEFAULTS.device,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of each rank. Default: cores / workers.")
+    ] = None,
+    out: Annotated[str, typer.Option(help="Run folders are made in here.")] = DEFAULTS.out,
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: the model's.")] = None,
+    log_every: Annotated[
+        int, typer.Option(help="Steps between two lines of metrics.jsonl.")
+    ] = DEFAULTS.log_every,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="Where ranks of several machines meet: tcp://HOST:PORT, file:///PATH or env://."
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Which rank this is, from 0. With --workers: the first.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="How many ranks there are in all.")] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(help="Network interface. Default: the one on the route to the leader."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Longest wait for another rank, in seconds.")
+    ] = DEFAULTS.timeout_s,
+    verify: Annotated[
+        bool, typer.Option(help="Do not train: compare a few steps with one process.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")
+    ] = False,
+    debug: Annotated[bool, typer.Option(help="Show tracebacks of shoal's own errors.")] = False,
+) -> None:
+    """Train a model, data parallel, on ranks of this host or as one rank among several machines.
+
+    shoal train --workers 4 --sync ring
+
+    shoal train --init tcp://192.168.0.1:23456 --rank 0 --world-size 2
+    """
+    settings = TrainSettings(
+        model=model,
+        data=data,
+        data_dir=None if data_dir is None else str(Path(data_dir).absolute()),
+        sync=sync,
+        batch_size=batch_size,
+        epochs=epochs,
+        optimizer=optimizer,
+        lr=lr,
+        momentum=momentum,
+        seed=seed,
+        device=device,
+        threads=threads,
+        out=out,
+        name=name,
+        log_every=log_every,
+        verify=verify,
+        timeout_s=timeout,
+    )
+    ways = _plan(settings, workers, init, rank, world_size)
+    _prepare_data(settings)
+    quiet_torch()
+    with Terminal(as_json) as terminal:
+        if len(ways) == 1 and workers is None:
+            from shoal.train.rank import run_rank  # brings torch, which a launcher does not need
+
+            code = run_rank(settings, ways[0], interface, terminal.handle)
+        else:
+            code = _launch(settings, ways, interface, terminal)
+        if terminal.verdict is not None and not terminal.verdict.passed:
+            code = EXIT_FAILED
+    raise typer.Exit(code)
+
+
+def _plan(
+    settings: TrainSettings,
+    workers: int | None,
+    init: str | None,
+    rank: int | None,
+    world_size: int | None,
+) -> list[Way]:
+    """The ranks of this host; raises with every fault of the settings and of the way together."""
+    faults: list[str] = []
+    ways: list[Way] = []
+    local = workers is not None and init is None and rank is None and world_size is None
+    if workers is not None and workers < 1:
+        faults.append(f"--workers {workers}: must be at least 1.")
+    try:
+        if local:
+            found = find_way()
+            if found.kind != "alone":
+                faults.append(
+                    f"--workers {workers} starts ranks, but RANK, WORLD_SIZE or Slurm's variables "
+                    f"say that this process is rank {found.rank} of {found.size} already. Leave "
+                    "--workers out, or unset them."
+                )
+            ways = _local_ways(max(workers or 1, 1))
+        else:
+            first = find_way(init, rank, world_size)
+            ways = _several(first, workers or 1)
+    except SettingsError as error:
+        faults += error.faults
+    num_replicas = ways[0].size if ways else (world_size or workers or 1)
+    faults += check(settings, num_replicas)
+    if faults:
+        raise SettingsError(faults)
+    return ways
+
+
+def _local_ways(workers: int) -> list[Way]:
+    port = reserve_port()
+    return [
+        Way(
+            kind="tcp", rank=rank, size=workers, host="127.0.0.1", port=port,
+            local_rank=rank, local_size=workers,
+        )
+        for rank in range(workers)
+    ]  # fmt: skip
+
+
+def _several(first: Way, workers: int) -> list[Way]:
+    """With --workers beside --init: this host has ranks `first`, `first` + 1, and so on."""
+    if workers == 1:
+        return [first]
+    if first.rank + workers > first.size:
+        raise SettingsError(
+            [
+                f"--rank {first.rank} --workers {workers}: this host would have ranks "
+                f"{first.rank} to {first.rank + workers - 1}, but --world-size {first.size} ends "
+                f"at {first.size - 1}."
+            ]
+        )
+    return [
+        dataclasses.replace(first, rank=first.rank + i, local_rank=i, local_size=workers)
+        for i in range(workers)
+    ]
+
+
+def _prepare_data(settings: TrainSettings) -> None:
+    """Fetch what is missing once, here, and not in every rank."""
+    data_dir = None if settings.data_dir is None else Path(settings.data_dir)
+    with Progress(
+        "{task.description}",
+        BarColumn(bar_width=32),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        tasks: dict[str, object] = {}
+
+        def progress(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(f"downloading {file}", total=total)
+            bar.update(tasks[file], completed=done, total=total)  # type: ignore[arg-type]
+
+        catalog.prepare(settings.data, data_dir, cache_dir(), progress)
+
+
+def _launch(
+    settings: TrainSettings,
+    ways: list[Way],
+    interface: str | None,
+    terminal: Terminal,
+) -> int:
+    threads = settings.threads or threads_each(len(ways))
+    commands = []
+    for way in ways:
+        order = RankOrder(settings=settings, way=way, interface=interface)
+        argv = [sys.executable, "-m", "shoal.cli.rank", EVENTS_FD]
+        argv.append(msgspec.json.encode(order).decode())
+        env = inherited_environment(OMP_NUM_THREADS=str(threads))
+        commands.append(RankCommand(rank=way.rank, argv=argv, environment=env))
+
+    speaker = ways[0].rank
+
+    def on_event(rank: int, line: bytes) -> RankEnd | None:
+        event = events.decode(line)
+        if isinstance(event, events.Failed):
+            return RankEnd(
+                rank=rank,
+                host=event.host,
+                pid=0,
+                return_code=event.exit_code,
+                message=event.message,
+                traceback=event.traceback,
+                is_consequence=event.is_consequence,
+            )
+        if rank == speaker:
+            terminal.handle(event)
+        return None
+
+    def on_line(rank: int, stream: Stream, line: str) -> None:
+        terminal.log(rank, line)
+
+    try:
+        cause = run_ranks(commands, Listener(on_line=on_line, on_event=on_event))
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    if cause is not None:
+        terminal.failure(describe(cause), cause.traceback)
+        return cause.exit_code
+    return 0

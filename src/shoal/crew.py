@@ -1,0 +1,305 @@
+"""Who is here: open, agree, wait for one another, close.
+
+A `Crew` is one rank's view of all ranks of a run. It owns the process group and the store they
+met at. A crew of one owns neither and does everything at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from shoal import network
+from shoal.errors import MeetingError, PeerLost, ShoalError
+from shoal.interrupts import prompt_interrupts
+from shoal.layout import Share
+from shoal.rendezvous.roll import Fingerprint, Hello, call_roll, make_hello
+from shoal.rendezvous.store import POLL_S, Notify, close_store, open_store, use_interface
+from shoal.rendezvous.ways import Way
+
+ROLL_CALL_S = 2.0
+"""After a failure: how long the others have to say that they are still here."""
+FAREWELL_S = 0.5
+"""How long a leader that fails stays, so that the others can read why."""
+
+
+class Crew:
+    """All ranks of a run, seen from this one. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        way: Way,
+        roster: list[Hello],
+        store: dist.Store | None,
+        device: torch.device,
+        timeout_s: float,
+        resources: ExitStack,
+    ) -> None:
+        self.rank = way.rank
+        self.size = way.size
+        self.local_rank = way.local_rank
+        self.local_size = way.local_size
+        self.roster = roster
+        self.device = device
+        self.timeout_s = timeout_s
+        self.share: Share | None = None
+        """The part of the current global batch that this rank holds; its loader sets it."""
+        self._store = store
+        self._resources = resources
+        self._agreed = 0
+        self._open = True
+
+    @classmethod
+    def open(
+        cls,
+        way: Way,
+        *,
+        fingerprint: Fingerprint,
+        interface: str | None = None,
+        device: str = "cpu",
+        timeout_s: float = 300.0,
+        notify: Notify = lambda text: None,
+    ) -> Self:
+        """Meet the other ranks. Raises MeetingError, with the same sentence on every rank."""
+        with ExitStack() as resources:
+            resources.enter_context(prompt_interrupts())
+            chosen = choose_device(device, way.local_rank)
+            if way.kind == "alone":
+                hello = make_hello(way, "127.0.0.1", str(chosen), fingerprint)
+                return cls(way, [hello], None, chosen, timeout_s, resources.pop_all())
+            if dist.is_initialized():
+                raise MeetingError(
+                    "This process already has a torch.distributed process group. "
+                    "Let shoal make it: remove the call of init_process_group."
+                )
+            store = open_store(way, interface, timeout_s, notify)
+            resources.callback(close_store, way)
+            hello = make_hello(way, _own_address(way, interface), str(chosen), fingerprint)
+            roster = call_roll(store, way, hello, timeout_s, notify)
+            name = _common_interface(way, hello, roster, interface)
+            resources.enter_context(use_interface(name))
+            _init_group(store, way, roster, timeout_s)
+            resources.callback(_leave_group)
+            keys = dist.PrefixStore(f"shoal/{way.attempt}/crew", store)
+            return cls(way, roster, keys, chosen, timeout_s, resources.pop_all())
+
+    # -- collectives, each bounded by the timeout and naming whom it lost --------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            with self.naming_the_lost("a barrier"):
+                dist.barrier()
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `tensor` on every rank by its sum over the ranks."""
+        if self.size > 1:
+            with self.naming_the_lost("a sum"):
+                dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Replace `tensor` on every rank by that of `source`."""
+        if self.size > 1:
+            with self.naming_the_lost("a broadcast"):
+                dist.broadcast(tensor, source)
+        return tensor
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise on every rank, by name, unless all bring a `value` equal to rank 0's."""
+        if self._store is None:
+            return
+        mine = msgspec.json.encode(value).decode()
+        with self.naming_the_lost(f"agreeing on {what}"):
+            self._agreed += 1
+            prefix = f"agree/{self._agreed}"
+            self._store.set(f"{prefix}/{self.rank}", mine)
+            keys = [f"{prefix}/{rank}" for rank in range(self.size)]
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+            values = [v.decode() for v in self._store.multi_get(keys)]
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ShoalError(
+                    f"{self.roster[rank].who} and {self.roster[0].who} do not agree on {what}:\n"
+                    f"  {self.roster[rank].who}: {other[:300]}\n"
+                    f"  {self.roster[0].who}: {values[0][:300]}\n"
+                    "Do all ranks run the same script with the same settings?"
+                )
+
+    # -- when something breaks ---------------------------------------------------------------------
+
+    @contextmanager
+    def naming_the_lost(self, doing: str) -> Iterator[None]:
+        """Turn torch's `Connection closed by peer` into a PeerLost that says which rank."""
+        try:
+            yield
+        except ShoalError:
+            raise
+        except RuntimeError as error:
+            # A plain error of this rank's own (a wrong shape, say) is not a lost peer.
+            if not _is_lost_connection(error):
+                raise
+            raise self._who_is_lost(doing, error) from error
+
+    def _who_is_lost(self, doing: str, error: RuntimeError) -> PeerLost:
+        """Call the roll once more: who does not answer is lost."""
+        me = self.roster[self.rank].who
+        reason = str(error).strip().splitlines()[0]
+        assert self._store is not None
+        try:
+            self._store.set(f"alive/{self.rank}", "1")
+            deadline = time.monotonic() + ROLL_CALL_S
+            silent = [r for r in range(self.size) if r != self.rank]
+            while silent and time.monotonic() < deadline:
+                silent = [r for r in silent if not self._store.check([f"alive/{r}"])]
+                gone = [r for r in range(self.size) if self._store.check([f"left/{r}"])]
+                if gone:
+                    why = self._store.get(f"left/{gone[0]}").decode()
+                    return PeerLost(
+                        f"{me} lost {self.roster[gone[0]].who} during {doing}: it ended with {why}"
+                    )
+                time.sleep(POLL_S)
+        except dist.DistError:
+            silent = [0]  # the store lives in the leader's process
+        if not silent:
+            return PeerLost(
+                f"{me} lost a connection during {doing}, though every rank is alive: {reason}"
+            )
+        names = ", ".join(self.roster[rank].who for rank in silent)
+        return PeerLost(
+            f"{me} lost {names} during {doing}: no sign of life within {ROLL_CALL_S:g} s. It was "
+            f"killed, is frozen, or its machine is cut off. ({reason})"
+        )
+
+    # -- closing -----------------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave together; or, after an error, alone and at once, telling the others why."""
+        if not self._open:
+            return
+        self._open = False
+        with self._resources:
+            if error is None:
+                self.barrier()
+            elif not isinstance(error, PeerLost):
+                self._say_goodbye(error)
+
+    def _say_goodbye(self, error: BaseException) -> None:
+        if self._store is None:
+            return
+        why = type(error).__name__ + (f": {error}" if str(error) else "")
+        try:
+            self._store.set(f"left/{self.rank}", why[:2000])
+        except dist.DistError:
+            return  # the leader is gone already; there is nobody to tell
+        if self.rank != 0:
+            return
+        # The others notice when our connections close, then look into the store that we hold.
+        _leave_group()
+        deadline = time.monotonic() + FAREWELL_S
+        others = [f"alive/{rank}" for rank in range(1, self.size)]
+        while time.monotonic() < deadline and not self._store.check(others):
+            time.sleep(POLL_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError) and self._open and _is_lost_connection(error):
+            # Raised by torch inside the user's own lines (DDP's backward, say): name the rank.
+            lost = self._who_is_lost("a step", error)
+            self.close(lost)
+            raise lost from error
+        self.close(error)
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """`auto` is a GPU where there is one; several ranks on a host share its GPUs out."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise MeetingError("--device cuda: torch sees no GPU on this host. Use --device cpu.")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _own_address(way: Way, interface: str | None) -> str:
+    if interface is not None:
+        return network.address_of(interface)
+    if way.kind == "file":
+        try:
+            return network.address_towards("192.0.2.1")  # reserved: stands for "anywhere else"
+        except MeetingError:
+            return "127.0.0.1"
+    leader = network.resolve(way.host)
+    return leader if network.interface_with(leader) else network.address_towards(leader)
+
+
+def _common_interface(way: Way, me: Hello, roster: list[Hello], interface: str | None) -> str:
+    """The interface for this rank's traffic; refuses loopback between different machines."""
+    one_machine = all(h.machine == me.machine for h in roster)
+    if not one_machine:
+        bound = [h for h in roster if network.is_loopback(h.address)]
+        if bound:
+            raise MeetingError(
+                f"The crew spans several machines, but {bound[0].who} would use {bound[0].address},"
+                f" which no other machine can reach. On {bound[0].host}, give --interface, or put "
+                "the leader's network address into --init: its name may be mapped to 127.0.1.1 "
+                "in /etc/hosts."
+            )
+    address = me.address
+    if one_machine and way.kind == "file" and interface is None:
+        address = "127.0.0.1"
+    name = network.interface_with(address)
+    if name is None:
+        raise MeetingError(f"{me.who} lost its address {address} while the crew was meeting.")
+    return name
+
+
+def _leave_group() -> None:
+    """Destroy the process group, but wait no longer for it than a farewell takes.
+
+    With an operation under way (after an error or Ctrl-C) gloo blocks here until its timeout.
+    """
+    if dist.is_initialized():
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(FAREWELL_S)
+
+
+def _init_group(store: dist.Store, way: Way, roster: list[Hello], timeout_s: float) -> None:
+    places = [(h.machine, h.device) for h in roster]
+    own_gpu_each = all(h.device != "cpu" for h in roster) and len(set(places)) == len(places)
+    try:
+        dist.init_process_group(
+            "nccl" if own_gpu_each else "gloo",
+            store=dist.PrefixStore(f"group/{way.attempt}", store),
+            rank=way.rank,
+            world_size=way.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        everyone = ", ".join(f"{h.who} at {h.address}" for h in roster)
+        raise MeetingError(
+            "All ranks met, but torch could not connect each with each. It needs ports of its own "
+            f"choice open between all of these: {everyone}. Is there a firewall between them, or "
+            f"is one of these addresses on the wrong network (--interface)? torch says: {error}"
+        ) from error

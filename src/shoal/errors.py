@@ -1,0 +1,64 @@
+"""Everything that shoal raises on purpose.
+
+ShoalError
+ ├── SettingsError     what the user asked for cannot be done; every fault at once
+ ├── MeetingError      the ranks did not come together
+ ├── DataError         a data file is missing, cut short or not what it claims to be
+ ├── StorageError      the run folder cannot be written
+ ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
+ ├── PeerLost          another rank died, froze or left
+ └── RunFailed         a rank that we started ended badly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXIT_FAILED = 1
+"""The run began and did not succeed."""
+EXIT_USAGE = 2
+"""The run never began: the settings are at fault."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C, as shells count it (128 + SIGINT)."""
+
+
+class ShoalError(Exception):
+    """The root. The message is written for the person at the terminal."""
+
+    exit_code = EXIT_FAILED
+
+
+class SettingsError(ShoalError):
+    """One or more settings are at fault. Raised before anything is started."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = list(faults)
+        super().__init__("\n".join(f"- {fault}" for fault in self.faults))
+
+
+class MeetingError(ShoalError):
+    """The ranks did not come together."""
+
+
+class DataError(ShoalError):
+    """A data file is missing, cut short, or not what it claims to be."""
+
+    exit_code = EXIT_USAGE
+
+
+class StorageError(ShoalError):
+    """The run folder cannot be written."""
+
+
+class SyncError(ShoalError):
+    """Replicas cannot be kept equal: they differ, or a sync was misused."""
+
+
+class PeerLost(ShoalError):
+    """Another rank died, froze or left. A consequence, never the cause of a failed run."""
+
+
+class RunFailed(ShoalError):
+    """A rank that we started ended badly."""

@@ -1,0 +1,72 @@
+"""Ctrl-C that works while the main thread is inside torch.
+
+Python runs its signal handlers between two bytecodes of the main thread. A rank that waits in a
+collective is inside C++ for as long as its peers please, and Ctrl-C waits with it. Here a second
+thread hears of the signal through the wakeup descriptor; if the main thread has not come back to
+Python within the grace, that thread ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from shoal.errors import EXIT_INTERRUPTED
+
+GRACE_S = 0.4
+
+
+@contextmanager
+def prompt_interrupts(grace_s: float = GRACE_S) -> Iterator[None]:
+    """While open, SIGINT ends this process within `grace_s`, whatever the main thread is doing.
+
+    Does nothing where it cannot: outside the main thread, where SIGINT is ignored or handled by
+    the program itself, or where someone (asyncio, say) already listens on the wakeup descriptor.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+
+    reached_python = threading.Event()
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        reached_python.set()
+        raise KeyboardInterrupt
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    previous_fd = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    if previous_fd != -1:
+        signal.set_wakeup_fd(previous_fd)
+        ours.close()
+        theirs.close()
+        yield
+        return
+
+    def watch() -> None:
+        while received := theirs.recv(1):
+            if received[0] == signal.SIGINT and not reached_python.wait(grace_s):
+                os._exit(EXIT_INTERRUPTED)
+
+    watcher = threading.Thread(target=watch, name="shoal-interrupts", daemon=True)
+    watcher.start()
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGINT) is on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_RDWR)
+        ours.close()
+        watcher.join()
+        theirs.close()

@@ -1,0 +1,98 @@
+"""`shoal.join()`: the crew as a script sees it, with the methods of every room."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from shoal.crew import Crew
+from shoal.rendezvous.roll import Fingerprint
+from shoal.rendezvous.ways import find_way
+from shoal.replicate import Replica, replicate
+from shoal.replicate.replica import BUCKET_BYTES
+from shoal.report.waiting import waiting_line
+from shoal.train.evaluate import Loss, evaluate
+from shoal.train.loader import Collate, Loader
+from shoal.train.task import Means, loss_of
+from shoal.version import VERSION
+
+
+def join(
+    init: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    interface: str | None = None,
+    device: str = "cpu",
+    timeout_s: float = 300.0,
+    settings: Mapping[str, Any] | None = None,
+) -> JoinedCrew:
+    """Meet the other ranks of this script; alone, a crew of one.
+
+    init: `tcp://HOST:PORT`, `file:///PATH`, `env://`. Default: what the environment says (torchrun,
+        Slurm, `shoal run`), else alone.
+    interface: the network interface to use. Default: the one on the route to the leader.
+    timeout_s: the longest wait for another rank, when meeting and in any step.
+    settings: values that must be equal on every rank; a difference is named when they meet.
+    """
+    return JoinedCrew.open(
+        find_way(init, rank, world_size),
+        fingerprint=Fingerprint(
+            shoal=VERSION, settings={k: str(v) for k, v in (settings or {}).items()}
+        ),
+        interface=interface,
+        device=device,
+        timeout_s=timeout_s,
+        notify=waiting_line(sys.stderr),
+    )
+
+
+class JoinedCrew(Crew):
+    """All ranks of a script: `with shoal.join() as crew`."""
+
+    def replicate(
+        self, module: nn.Module, sync: str = "all-reduce", bucket_bytes: int = BUCKET_BYTES
+    ) -> Replica:
+        """The same model on every rank; `loss.backward()` leaves the mean gradient everywhere."""
+        return replicate(module, self, sync, bucket_bytes)
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate_fn: Collate | None = None,
+    ) -> Loader:
+        """This rank's share of each global batch of `batch_size`; reshuffles each epoch."""
+        return Loader(
+            dataset,
+            self,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+        )
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        batch_size: int = 512,
+        loss: Loss = loss_of,
+    ) -> Means:
+        """Mean loss and accuracy over all ranks; every sample counts exactly once."""
+        return evaluate(model, dataset, self, batch_size, loss)
+
+    def print(self, *values: object) -> None:
+        """On rank 0 only."""
+        if self.rank == 0:
+            builtins.print(*values, flush=True)

@@ -1,0 +1,285 @@
+"""Ranks as processes of this host: start them, pass on what they say, and leave none behind.
+
+Each rank is in a process group of its own, so that Ctrl-C reaches this launcher alone and the
+launcher ends the ranks; and each is bound to die with the launcher, should that be killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, Literal
+
+from shoal.launch.outcome import RankEnd, cause_of, is_consequence
+from shoal.launch.output import Lines
+
+TERM_GRACE_S = 0.4
+"""Between the polite signal and the last one; Ctrl-C is to be over within a second."""
+CAUSE_GRACE_S = 2.0
+"""How long to look for the cause when the first rank to end only lost a peer."""
+TRACEBACK_HOLD_S = 1.0
+"""How long a traceback is held back, to see whether its rank was the one to blame."""
+
+EVENTS_FD = "{events_fd}"
+"""In a command: stands for the descriptor that the rank writes its events to."""
+
+Stream = Literal["stdout", "stderr"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCommand:
+    """What to run as one rank."""
+
+    rank: int
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+
+
+@dataclass
+class Listener:
+    """Whoever shows what the ranks do."""
+
+    on_line: Callable[[int, Stream, str], None]
+    on_event: Callable[[int, bytes], RankEnd | None] = lambda rank, line: None
+    """A line of the rank's event pipe. May return what the rank says of its own failure."""
+
+
+class Interrupted(Exception):
+    """The launcher was asked to stop."""
+
+    def __init__(self, signum: int) -> None:
+        self.exit_code = 128 + signum
+
+
+@dataclass
+class _Rank:
+    command: RankCommand
+    process: subprocess.Popen[bytes]
+    events: IO[bytes]
+    lines: dict[str, Lines] = field(
+        default_factory=lambda: {"stdout": Lines(), "stderr": Lines(), "events": Lines()}
+    )
+    said: RankEnd | None = None
+    held: list[str] = field(default_factory=list)
+    held_since: float | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.command.rank
+
+    def streams(self) -> Iterator[tuple[str, IO[bytes]]]:
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        yield "stdout", self.process.stdout
+        yield "stderr", self.process.stderr
+        yield "events", self.events
+
+
+def run_ranks(commands: Sequence[RankCommand], listener: Listener) -> RankEnd | None:
+    """Run all to their end. Returns the rank to blame, or None if all went well.
+
+    Raises Interrupted, with no rank left, when this process is told to stop.
+    """
+    with _stop_signals():
+        supervisor = _Supervisor(listener)
+        try:
+            for command in commands:
+                supervisor.start(command)
+            return supervisor.watch()
+        finally:
+            supervisor.end_all()
+
+
+class _Supervisor:
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._ranks: list[_Rank] = []
+        self._running: list[_Rank] = []
+        self._ends: list[RankEnd] = []
+        self._selector = selectors.DefaultSelector()
+        self._host = socket.gethostname()
+
+    def start(self, command: RankCommand) -> None:
+        read_fd, write_fd = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [str(write_fd) if part == EVENTS_FD else part for part in command.argv],
+                env=dict(command.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(write_fd,),
+                process_group=0,
+                preexec_fn=_die_with_parent(),
+            )
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        rank = _Rank(command, process, os.fdopen(read_fd, "rb", buffering=0))
+        self._ranks.append(rank)
+        self._running.append(rank)
+        for name, stream in rank.streams():
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream, selectors.EVENT_READ, (rank, name))
+
+    def watch(self) -> RankEnd | None:
+        deadline: float | None = None
+        while self._running:
+            for key, _ in self._selector.select(timeout=0.1):
+                self._read(*key.data)
+            self._release_held()
+            for rank in [r for r in self._running if r.process.poll() is not None]:
+                self._running.remove(rank)
+                self._note_end(rank)
+            failed = [end for end in self._ends if end.return_code != 0]
+            if failed and deadline is None:
+                deadline = time.monotonic() + CAUSE_GRACE_S
+            cause = cause_of(self._ends)
+            if cause and (not cause.is_consequence or time.monotonic() > (deadline or 0)):
+                break
+        cause = cause_of(self._ends)
+        for rank in self._ranks:
+            # Of several tracebacks only the cause's is shown; the others follow from it.
+            if cause is None or rank.rank == cause.rank:
+                self._show_held(rank)
+        return cause
+
+    def _read(self, rank: _Rank, name: str) -> None:
+        stream = dict(rank.streams())[name]
+        try:
+            data = os.read(stream.fileno(), 256 * 1024)
+        except BlockingIOError:
+            return
+        lines = rank.lines[name]
+        for line in lines.feed(data) if data else lines.finish():
+            self._pass_on(rank, name, line)
+        if not data:
+            self._selector.unregister(stream)
+            stream.close()
+
+    def _pass_on(self, rank: _Rank, name: str, line: str) -> None:
+        if name == "events":
+            rank.said = self._listener.on_event(rank.rank, line.encode()) or rank.said
+        elif name == "stdout":
+            self._listener.on_line(rank.rank, "stdout", line)
+        else:
+            if rank.held_since is None and "Traceback (most recent call last):" in line:
+                rank.held_since = time.monotonic()
+            if rank.held_since is None:
+                self._listener.on_line(rank.rank, "stderr", line)
+            else:
+                rank.held.append(line)
+
+    def _release_held(self) -> None:
+        """A traceback whose rank lives on was only logged: show it."""
+        for rank in self._running:
+            held = rank.held_since
+            if held is not None and time.monotonic() - held > TRACEBACK_HOLD_S:
+                self._show_held(rank)
+
+    def _show_held(self, rank: _Rank) -> None:
+        for line in rank.held:
+            self._listener.on_line(rank.rank, "stderr", line)
+        rank.held.clear()
+        rank.held_since = None
+
+    def _note_end(self, rank: _Rank) -> None:
+        self._drain(rank)
+        code = rank.process.returncode
+        tail = rank.lines["stderr"].tail
+        said = rank.said
+        self._ends.append(
+            RankEnd(
+                rank=rank.rank,
+                host=self._host,
+                pid=rank.process.pid,
+                return_code=code,
+                message=said.message if said else "",
+                traceback=said.traceback if said else "",
+                is_consequence=said.is_consequence if said else is_consequence(tail),
+            )
+        )
+
+    def _drain(self, rank: _Rank) -> None:
+        """Read what is left, but do not wait for grandchildren that keep a pipe open."""
+        for name, stream in rank.streams():
+            while not stream.closed:
+                before = stream.fileno()
+                with suppress(BlockingIOError):
+                    data = os.read(before, 256 * 1024)
+                    lines = rank.lines[name]
+                    for line in lines.feed(data) if data else lines.finish():
+                        self._pass_on(rank, name, line)
+                    if data:
+                        continue
+                for line in rank.lines[name].finish():
+                    self._pass_on(rank, name, line)
+                self._selector.unregister(stream)
+                stream.close()
+
+    def end_all(self) -> None:
+        """No process survives this, nor do its children that stayed in its group."""
+        alive = [r for r in self._ranks if r.process.poll() is None]
+        for rank in alive:
+            _signal_group(rank.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + TERM_GRACE_S
+        while time.monotonic() < deadline and any(r.process.poll() is None for r in alive):
+            time.sleep(0.01)
+        for rank in self._ranks:
+            _signal_group(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
+            for _, stream in rank.streams():
+                if not stream.closed:
+                    stream.close()
+        self._selector.close()
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """For the child, before it runs: be killed when the launcher is gone (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def bind() -> None:
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        libc.prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it went while we were being made
+            os._exit(1)
+
+    return bind
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted, the first time; ending is not interrupted."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    before = {each: signal.signal(each, stop) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,74 @@
+"""Of several ranks that ended badly, which was the cause? Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import EXIT_FAILED
+
+PEER_LOST_WORDS = (
+    "PeerLost",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "DistNetworkError",
+    "DistBackendError",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    host: str
+    pid: int
+    return_code: int
+    message: str = ""
+    """What the rank itself said was wrong."""
+    traceback: str = ""
+    is_consequence: bool = False
+    """It only lost a peer."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.return_code if self.return_code > 0 else EXIT_FAILED
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def how(self) -> str:
+        if self.return_code >= 0:
+            return f"ended with exit code {self.return_code}"
+        try:
+            name = signal.Signals(-self.return_code).name
+        except ValueError:
+            name = f"signal {-self.return_code}"
+        hint = {
+            "SIGKILL": " (by hand, or by the system when memory runs out)",
+            "SIGSEGV": " (a crash in native code)",
+        }.get(name, "")
+        return f"was killed by {name}{hint}"
+
+
+def cause_of(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The first that failed on its own account; `ends` in the order they were seen."""
+    failed = [end for end in ends if end.return_code != 0]
+    return next((end for end in failed if not end.is_consequence), failed[0] if failed else None)
+
+
+def is_consequence(stderr_tail: Sequence[str]) -> bool:
+    """Whether the last error on a script's stderr is that of a rank that lost a peer."""
+    last = next((line for line in reversed(stderr_tail) if line.strip()), "")
+    return any(word in last for word in PEER_LOST_WORDS)
+
+
+def describe(end: RankEnd) -> str:
+    """The paragraph that is shown once."""
+    text = f"{end.who} {end.how}."
+    if end.message:
+        text += f"\n{end.message}"
+    return text

@@ -1,0 +1,256 @@
+"""The place where ranks meet: a torch store on the leader's address, at an agent, or in a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch.distributed as dist
+
+from shoal import network
+from shoal.errors import MeetingError
+from shoal.rendezvous.ways import Way
+
+Notify = Callable[[str], None]
+"""Told, about once a second, whom we are waiting for; the empty string when the wait is over."""
+
+POLL_S = 0.05
+T = TypeVar("T")
+
+
+def open_store(way: Way, interface: str | None, timeout_s: float, notify: Notify) -> dist.Store:
+    """Open, or connect to, the store at `way.place` within `timeout_s`."""
+    if interface is not None:
+        network.address_of(interface)  # fail on a wrong name before waiting for anyone
+    if way.kind == "file":
+        return _open_file(Path(way.path), way.size)
+    leads = way.rank == 0 and not way.store_is_hosted
+    if leads:
+        address = _listening_address(way, interface)
+        store = _serve(address, way)
+    else:
+        store = _connect(way, timeout_s, notify)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def close_store(way: Way) -> None:
+    """Leave the meeting place as it was found. The tcp store ends with its process."""
+    if way.kind == "file" and way.rank == 0:
+        Path(way.path).unlink(missing_ok=True)
+
+
+# -- leader ----------------------------------------------------------------------------------------
+
+
+def _listening_address(way: Way, interface: str | None) -> str:
+    address = network.resolve(way.host)
+    found = network.interface_with(address)
+    host = socket.gethostname()
+    if found is None:
+        raise MeetingError(
+            f"Rank 0 must run on the machine that {way.host} names, to listen there. {host} does "
+            f"not have the address {address}; it has {network.describe_interfaces()}. "
+            "Start rank 0 on that machine, or put one of these addresses into --init on every rank."
+        )
+    if interface is not None and found != interface:
+        raise MeetingError(
+            f"--interface {interface} and {way.place} disagree on {host}: {address} belongs to "
+            f"{found}. Use --init with {network.address_of(interface)} on every rank, or "
+            f"--interface {found} here."
+        )
+    return address
+
+
+def _serve(address: str, way: Way) -> dist.Store:
+    # torch's own TCPStore listens on every interface whatever host it is given; a socket of ours,
+    # bound to the one address, is handed to it instead.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, way.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise MeetingError(_bind_failure(error, address, way)) from error
+    return dist.TCPStore(
+        address,
+        way.port,
+        None,
+        True,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _bind_failure(error: OSError, address: str, way: Way) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"Port {way.port} of {address} is in use{_owner_of(way.port)}, so rank 0 cannot listen "
+            f"there. Choose another port in --init (or MASTER_PORT) on every rank, or end that "
+            "process."
+        )
+    if error.errno == errno.EACCES:
+        return f"Port {way.port} needs root to listen on. Choose one above 1023 on every rank."
+    return f"Rank 0 cannot listen on {address}:{way.port}: {error.strerror}."
+
+
+def _owner_of(port: int) -> str:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except (psutil.Error, OSError):
+        return ""  # another user's process: the port is still in use, its owner stays unnamed
+    return ""
+
+
+# -- everyone else ---------------------------------------------------------------------------------
+
+
+def _connect(way: Way, timeout_s: float, notify: Notify) -> dist.Store:
+    begun = time.monotonic()
+    deadline = begun + timeout_s
+    host = socket.gethostname()
+    while True:
+        address = network.resolve(way.host)
+        try:
+            with socket.create_connection((address, way.port), timeout=1.0):
+                break
+        except OSError as error:
+            reason = _why_unreachable(error)
+        waited = time.monotonic() - begun
+        if time.monotonic() >= deadline:
+            raise MeetingError(
+                f"Rank {way.rank} on {host} did not reach rank 0 at {way.host}:{way.port}"
+                f"{'' if address == way.host else f' ({address})'} within {timeout_s:g} s: "
+                f"{reason}. Check that rank 0 is running, that it was given the same --init, and "
+                f"that its firewall lets port {way.port} in."
+            )
+        if waited > 1:
+            notify(f"waiting for rank 0 at {way.host}:{way.port} ({reason}), {waited:.0f} s")
+        time.sleep(POLL_S * 4)
+    notify("")
+
+    # A TCPStore client that meets some other server can wait for ever, past its own timeout.
+    def connect() -> dist.Store:
+        return dist.TCPStore(
+            address,
+            way.port,
+            None,
+            False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+
+    limit_s = min(15.0, timeout_s)
+    stranger = (
+        f"Something listens at {way.host}:{way.port}, but it is not the leader of a crew (no answer"
+        f" within {limit_s:g} s). Is another program using port {way.port}?"
+    )
+    try:
+        return _bounded(connect, limit_s, stranger)
+    except RuntimeError as error:  # torch's DistError family
+        raise MeetingError(f"{stranger} ({str(error).splitlines()[0]})") from error
+
+
+def _why_unreachable(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: that machine is up, nothing listens on the port yet"
+    if isinstance(error, TimeoutError):
+        return "no answer: wrong address, another network, or a firewall that drops packets"
+    return error.strerror or str(error)
+
+
+def _bounded(call: Callable[[], T], limit_s: float, message: str) -> T:
+    """Run a call that may never return on a thread that nobody has to wait for."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="shoal-connect")
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise MeetingError(message)
+    return results[0]
+
+
+# -- shared file -----------------------------------------------------------------------------------
+
+
+def _open_file(path: Path, size: int) -> dist.Store:
+    if path.is_dir():
+        raise MeetingError(
+            f"file://{path} is a folder. Give the path of a file that does not exist yet, for "
+            f"example file://{path / 'meeting'}."
+        )
+    if not path.parent.is_dir():
+        raise MeetingError(
+            f"file://{path}: the folder {path.parent} does not exist on {socket.gethostname()}. "
+            "Is the shared file system mounted here?"
+        )
+    leftover = (
+        f"{path} is left over from an earlier run (or belongs to one that is still training). "
+        f"Remove it (rm {path}), or give another name."
+    )
+    try:
+        if _is_used(path):
+            raise MeetingError(leftover)
+        return dist.FileStore(str(path), size)
+    except (OSError, RuntimeError) as error:
+        raise MeetingError(f"file://{path} cannot be used: {error}") from error
+
+
+def _is_used(path: Path) -> bool:
+    """True for a file of a crew that has already met, or of some other program.
+
+    A rank writes its hello right after it made the file, so a file of ours without one is at
+    most moments old.
+    """
+    deadline = time.monotonic() + 2
+    while path.exists():
+        content = path.read_bytes()
+        if b"shoal/" in content:
+            return b"/go" in content
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+# -- torch reads the interface from the environment ------------------------------------------------
+
+
+@contextmanager
+def use_interface(name: str) -> Iterator[None]:
+    """Make gloo and NCCL use this interface for as long as the crew lasts."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    before = {key: os.environ.get(key) for key in names}
+    os.environ.update(dict.fromkeys(names, name))
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -1,0 +1,269 @@
+"""A model that is kept equal on every rank.
+
+    model = replicate(Net(), crew, sync="ring")
+    loss = loss_fn(model(x), y); loss.backward()     # now every rank has the mean gradient
+
+The mean is over *samples*: where the crew's loader gave this rank more or fewer samples than its
+peers, its gradient counts accordingly. Buffers (batch norm's statistics) are those of rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from shoal.crew import Crew
+from shoal.errors import SettingsError, SyncError
+from shoal.replicate.all_reduce import AllReduce
+from shoal.replicate.central import Central
+from shoal.replicate.reducer import Reducer
+from shoal.replicate.ring import Ring
+from shoal.replicate.serial_ring import SerialRing
+from shoal.replicate.sync import Peers, Sync
+from shoal.settings import SYNCS, unknown
+
+SYNC_CLASSES: dict[str, type[Sync]] = {
+    cls.name: cls for cls in (AllReduce, Central, Ring, SerialRing)
+}
+BUCKET_BYTES = 4 * 2**20
+
+
+def replicate(
+    module: nn.Module, crew: Crew, sync: str = "all-reduce", bucket_bytes: int = BUCKET_BYTES
+) -> Replica:
+    """Wrap `module`, made equal to rank 0's, so that backward passes average its gradients."""
+    if faults := unknown("sync", sync, SYNCS):
+        raise SettingsError(faults)
+    module.to(crew.device)
+    shapes = [(name, list(t.shape), str(t.dtype)) for name, t in _tensors(module)]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+    crew.agree(
+        "the model and its sync",
+        {"sync": sync, "tensors": len(shapes), "shapes": digest, "buckets": bucket_bytes},
+    )
+    if crew.size == 1:
+        return Replica(module, crew)
+    CopyFromRank0([t for _, t in _tensors(module)], crew).wait()
+    if sync == "ddp":
+        return DdpReplica(module, crew, bucket_bytes)
+    peers = Peers(tuple(range(crew.size)), crew.rank)
+    return SyncedReplica(module, crew, SYNC_CLASSES[sync](peers, crew.timeout_s), bucket_bytes)
+
+
+class Replica(nn.Module):
+    """One full copy of the model. Looks like the model it wraps: same state_dict, same names."""
+
+    def __init__(self, module: nn.Module, crew: Crew) -> None:
+        super().__init__()
+        self.module = module
+        self._crew = crew
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload of gradients that this rank has sent so far."""
+        return 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes inside stay local and add up until the next one outside."""
+        yield
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def close(self) -> None:
+        """Stop watching the model and give threads back."""
+
+
+class _WeightedReplica(Replica):
+    """What all syncs share: samples weigh equally, buffers follow rank 0."""
+
+    def __init__(self, module: nn.Module, crew: Crew) -> None:
+        super().__init__(module, crew)
+        self._weight = 1.0
+        self._weighing: list[RemovableHandle] = []
+        self._trainable: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []
+        self._has_buffers = any(True for _ in module.buffers())
+        self._watch_parameters()
+
+    def _watch_parameters(self) -> None:
+        parameters = list(self.module.parameters())
+        self._trainable = [p for p in parameters if p.requires_grad]
+        self._frozen = [p for p in parameters if not p.requires_grad]
+        if not self._trainable:
+            raise SyncError(
+                "Every parameter of the model is frozen (requires_grad=False): there is no "
+                "gradient to average. Use the model itself, without replicate()."
+            )
+        self._stop_weighing()
+        self._weighing = [p.register_hook(self._weigh) for p in self._trainable]
+
+    def _stop_weighing(self) -> None:
+        for handle in self._weighing:
+            handle.remove()
+        self._weighing = []
+
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        # Runs before the gradient is added to .grad, so that it weighs this backward pass only and
+        # not what earlier ones have accumulated there.
+        return None if self._weight == 1.0 else gradient * self._weight
+
+    def _before_forward(self) -> None:
+        """Remember how much this batch counts; the backward pass that follows will need it."""
+        share = self._crew.share
+        self._weight = 1.0 if share is None else share.weight_over_mean(self._crew.size)
+
+
+class SyncedReplica(_WeightedReplica):
+    """Kept equal by one of our own syncs, overlapped with the backward pass."""
+
+    def __init__(self, module: nn.Module, crew: Crew, sync: Sync, bucket_bytes: int) -> None:
+        super().__init__(module, crew)
+        self._sync = sync
+        self._bucket_bytes = bucket_bytes
+        self._reducer = self._make_reducer()
+
+    def _make_reducer(self) -> Reducer:
+        # gloo carries host memory; gradients of GPUs in a crew that has no NCCL are staged there.
+        staged = torch.device("cpu") if dist.get_backend() == "gloo" else None
+        return Reducer(
+            self._trainable,
+            self._sync,
+            self._bucket_bytes,
+            staged,
+            lambda: self._crew.naming_the_lost("the averaging of gradients"),
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sync.bytes_sent
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        if any(p.requires_grad for p in self._frozen):  # unfrozen since: watch it too
+            self._reducer.detach()
+            paused = self._reducer.paused
+            self._watch_parameters()
+            self._reducer = self._make_reducer()
+            self._reducer.paused = paused
+        self._reducer.check_idle()
+        self._before_forward()
+        output = self.module(*args, **kwargs)
+        if self._has_buffers and not self._reducer.paused:
+            self._reducer.before_finish.append(CopyFromRank0(self.module.buffers(), self._crew))
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._reducer.paused = self._reducer.paused, True
+        try:
+            yield
+        finally:
+            self._reducer.paused = before
+
+    def close(self) -> None:
+        self._reducer.detach()
+        self._stop_weighing()
+        self._sync.close()
+
+
+class DdpReplica(_WeightedReplica):
+    """Kept equal by torch's DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module, crew: Crew, bucket_bytes: int) -> None:
+        super().__init__(module, crew)
+        # Buffers are ours to copy, after each step, as with the other syncs (see forward).
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, [name for name, _ in module.named_buffers()]
+        )
+        ddp = DistributedDataParallel(
+            module,
+            init_sync=False,
+            bucket_cap_mb=bucket_bytes / 2**20,
+            find_unused_parameters=True,  # without it, one unused parameter ends the run
+        )
+        # Not a submodule: the parameters would be there twice, under two names.
+        self.__dict__["_ddp"] = ddp
+        self._paused = False
+        self._bytes_sent = 0
+        self._bytes_per_sync = sum(p.nbytes for p in self._trainable)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        self._before_forward()
+        output = self.__dict__["_ddp"](*args, **kwargs)
+        if not self._paused:
+            n = self._crew.size
+            self._bytes_sent += 2 * (n - 1) * self._bytes_per_sync // n  # gloo's ring
+            if self._has_buffers:
+                CopyFromRank0(self.module.buffers(), self._crew).wait()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            with self.__dict__["_ddp"].no_sync():
+                yield
+        finally:
+            self._paused = before
+
+    def close(self) -> None:
+        self._stop_weighing()
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[str, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(str(tensor.dtype), []).append(tensor)
+    return [groups[dtype] for dtype in sorted(groups)]
+
+
+class CopyFromRank0:
+    """`tensors` on their way to become rank 0's, in one message per dtype."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], crew: Crew) -> None:
+        self._crew = crew
+        self._parts: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
+        for group in _by_dtype(tensors):
+            flat = torch.cat([t.detach().reshape(-1) for t in group])
+            work = dist.broadcast(flat, 0, async_op=True)
+            assert work is not None
+            self._parts.append((group, flat, work))
+
+    def wait(self) -> None:
+        for group, flat, work in self._parts:
+            with self._crew.naming_the_lost("a broadcast"):
+                work.wait()
+            if self._crew.rank == 0:
+                continue
+            for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                # .data: batch norm's own updates do not count as modifications to autograd
+                # either, and a graph that saved the buffer must stay usable.
+                tensor.data.copy_(part.view(tensor.shape))

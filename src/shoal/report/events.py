@@ -1,0 +1,108 @@
+"""What a rank tells whoever holds the terminal, one JSON object a line.
+
+The launcher reads these from a pipe of each rank it started; a rank that was started by hand
+hands them to its own terminal. Either way there is one writer on the screen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.report.records import EpochRecord, Summary
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Whom we wait for, and how long; empty when the wait is over."""
+
+    text: str
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The crew has met; training begins."""
+
+    model: str
+    data: str
+    sync: str
+    hosts: list[str]
+    parameters: int
+    batch_size: int
+    train_samples: int
+    test_samples: int
+    threads: int
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Within an epoch."""
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float | None
+    accuracy: float | None
+
+
+class EpochDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    record: EpochRecord
+    epochs: int
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    summary: Summary
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The outcome of `--verify`."""
+
+    passed: bool
+    steps: int
+    replicas: int
+    sync: str
+    largest_difference: float | None
+    parameter: str
+    tolerance: float
+    dtype: str
+    notes: list[str]
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This rank ends with an error."""
+
+    rank: int
+    host: str
+    kind: str
+    message: str
+    traceback: str
+    exit_code: int
+    is_consequence: bool
+    """It only lost a peer: some other rank has the cause."""
+
+
+Event: TypeAlias = Waiting | Started | Progress | EpochDone | Finished | Verified | Failed
+Emit: TypeAlias = Callable[[Event], None]
+
+
+def encode(event: Event) -> bytes:
+    return msgspec.json.encode(event) + b"\n"
+
+
+def decode(line: bytes) -> Event:
+    return msgspec.json.decode(line, type=Event)  # type: ignore[no-any-return, unused-ignore]
+
+
+def pipe_emitter(fd: int) -> Emit:
+    """Events into a pipe. A reader that is gone is no reason to stop: the launcher ends us."""
+
+    def emit(event: Event) -> None:
+        data = encode(event)
+        while data:
+            try:
+                data = data[os.write(fd, data) :]
+            except BrokenPipeError:
+                return
+
+    return emit

@@ -1,0 +1,141 @@
+"""The folder of one run: settings.json, metrics.jsonl, summary.json, model.safetensors.
+
+Every failure to write becomes a StorageError that says which file, why, and what is safe.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from shoal.errors import StorageError
+from shoal.report.records import StepRecord, Summary
+
+
+def faults(out: str) -> list[str]:
+    """Whether run folders can be made in `out`, found by looking, before anything starts."""
+    folder = Path(out).absolute()
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"--out {out}: {existing} is a file, not a folder."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"--out {out}: {existing} is not writable for this user. Choose another folder."]
+    if shutil.disk_usage(existing).free == 0:
+        return [f"--out {out}: the disk of {existing} is full. Free some space, or choose another."]
+    return []
+
+
+class RunFolder:
+    """Opened by the leader for the length of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _storage_errors(path):
+            self._metrics = (path / "metrics.jsonl").open("ab", buffering=0)
+
+    @classmethod
+    def create(cls, out: str, name: str, settings: msgspec.Struct) -> RunFolder:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        base = Path(out)
+        path = base / f"{stamp}-{name}"
+        with _storage_errors(path):
+            base.mkdir(parents=True, exist_ok=True)
+            path = _make_new(path)
+        folder = cls(path)
+        try:
+            folder.write("settings.json", _pretty(settings))
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    def log(self, record: StepRecord) -> None:
+        with _storage_errors(self.path / "metrics.jsonl"):
+            self._metrics.write(msgspec.json.encode(record) + b"\n")
+
+    def finish(self, summary: Summary) -> None:
+        self.write("summary.json", _pretty(summary))
+
+    def write(self, name: str, content: bytes) -> None:
+        self.replace(name, lambda temporary: _write_durably(temporary, content))
+
+    def replace(self, name: str, write_to: Callable[[Path], None]) -> None:
+        """Write a file beside its place, then rename: never half a file under the final name."""
+        target = self.path / name
+        temporary = self.path / f".{name}.part"
+        with _storage_errors(target):
+            try:
+                write_to(temporary)
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._metrics.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _make_new(path: Path) -> Path:
+    """Two runs may begin in the same second: the later gets a number."""
+    for number in range(1, 1000):
+        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            continue
+    raise FileExistsError(errno.EEXIST, "a thousand runs in one second", str(path))
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pretty(value: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(_explain(path, error)) from error
+
+
+def _explain(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"No space left to write {path}. What was written before is whole. "
+            "Free some space, or choose another folder with --out."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{path} cannot be written: {error.strerror}. "
+            "Choose a folder that this user may write with --out."
+        )
+    return f"{path} cannot be written: {error.strerror or error}."

@@ -1,0 +1,200 @@
+"""What a person sees: a progress bar, a line per epoch, a closing summary, failures."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from shoal.report import events
+from shoal.report.records import EpochRecord, Summary
+from shoal.report.waiting import waiting_line
+
+HEADER = "  epoch   train loss   train acc   test acc   seconds   samples/s"
+
+
+class Terminal:
+    """Renders events. With `as_json`, standard output carries the summary and nothing else."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self._as_json = as_json
+        self._console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self._waiting = waiting_line(self._console.file)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self.verdict: events.Verified | None = None
+        self.summary: Summary | None = None
+
+    def handle(self, event: events.Event) -> None:
+        match event:
+            case events.Waiting(text=text):
+                self._waiting(text)
+            case events.Started():
+                self._started(event)
+            case events.Progress():
+                self._progress(event)
+            case events.EpochDone(record=record, epochs=epochs):
+                self._hide_bar()
+                self._console.print(epoch_line(record, epochs))
+            case events.Finished(summary=summary):
+                self.summary = summary
+                self._finished(summary)
+            case events.Verified():
+                self.verdict = event
+                self._verified(event)
+            case events.Failed():
+                self.failure(failure_text(event), event.traceback)
+
+    def log(self, rank: int, text: str) -> None:
+        """A line that a rank printed."""
+        self._console.print(Text(f"[rank {rank}] {text}"))
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"))
+
+    def failure(self, text: str, traceback: str = "") -> None:
+        """An error, on standard error, after whatever else was shown."""
+        self.close()
+        err = Console(stderr=True, highlight=False, soft_wrap=True)
+        if traceback:
+            err.print(Text(traceback.rstrip()))
+        first, _, rest = text.partition("\n")
+        err.print(Text.assemble(("shoal: ", "bold red"), (first, "bold")))
+        if rest:
+            err.print(Text(rest))
+
+    def _started(self, event: events.Started) -> None:
+        ranks = len(event.hosts)
+        hosts = sorted(set(event.hosts))
+        replicas = "1 process" if ranks == 1 else f"{ranks} replicas, sync {event.sync}"
+        where = f" on {', '.join(hosts)}" if len(hosts) > 1 else ""
+        self._console.print(
+            Text.assemble(
+                (event.model, "bold"),
+                f" ({event.parameters:,} parameters) on ",
+                (event.data, "bold"),
+                f" ({event.train_samples:,} train, {event.test_samples:,} test)",
+            )
+        )
+        self._console.print(
+            f"{replicas}{where} · global batch {event.batch_size} · "
+            f"{event.threads} thread{'s' if event.threads > 1 else ''} each\n"
+        )
+        self._console.print(Text(HEADER, style="dim"))
+
+    def _progress(self, event: events.Progress) -> None:
+        if not self._console.is_terminal:
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("  {task.description}"),
+                BarColumn(bar_width=32),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[state]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=event.steps, state="")
+            self._bar.start()
+        assert self._task is not None
+        state = f"loss {_number(event.loss)}"
+        if event.accuracy is not None:
+            state += f"  accuracy {event.accuracy:.4f}"
+        self._bar.update(
+            self._task,
+            description=f"epoch {event.epoch}/{event.epochs}",
+            completed=event.step,
+            total=event.steps,
+            state=state,
+        )
+
+    def _finished(self, summary: Summary) -> None:
+        self._hide_bar()
+        if self._as_json:
+            sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+            sys.stdout.flush()
+            return
+        self._console.print()
+        for line in summary_lines(summary):
+            self._console.print(line)
+
+    def _verified(self, event: events.Verified) -> None:
+        self._hide_bar()
+        difference = event.largest_difference
+        style = "bold green" if event.passed else "bold red"
+        self._console.print(
+            f"{event.replicas} ranks, sync {event.sync}, against one process: "
+            f"{event.steps} steps on the same global batches, {event.dtype}."
+        )
+        for note in event.notes:
+            self._console.print(f"({note})")
+        self._console.print(
+            f"largest difference of any parameter: "
+            f"{'not a number' if difference is None else f'{difference:.2e}'} in {event.parameter}"
+            f" (tolerance {event.tolerance:.0e})"
+        )
+        self._console.print(Text("pass" if event.passed else "fail", style=style))
+
+    def _hide_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        self._waiting("")
+        self._hide_bar()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def failure_text(event: events.Failed) -> str:
+    return f"rank {event.rank} ({event.host}): {event.message}"
+
+
+def epoch_line(record: EpochRecord, epochs: int) -> str:
+    return (
+        f"{f'{record.epoch}/{epochs}':>7}{_number(record.train_loss):>13}"
+        f"{_number(record.train_accuracy):>12}{_number(record.test_accuracy):>11}"
+        f"{record.seconds:>10.1f}{record.samples_per_second:>12,.0f}"
+    )
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    last = summary.epochs[-1]
+    seconds = sum(e.seconds for e in summary.epochs)
+    result = (
+        f"test accuracy {last.test_accuracy:.4f}"
+        if last.test_accuracy is not None
+        else f"test loss {_number(last.test_loss)}"
+    )
+    rate = sum(e.samples_per_second for e in summary.epochs) / len(summary.epochs)
+    lines = [
+        f"{result} after {len(summary.epochs)} epoch{'s' if len(summary.epochs) > 1 else ''}, "
+        f"{seconds:.1f} s of training, {rate:,.0f} samples/s"
+    ]
+    if summary.layout.replicas > 1:
+        sent = last.bytes_sent / 1e6
+        lines.append(f"{sent:,.1f} MB of gradients sent per epoch, all ranks together")
+    if last.train_loss is None:
+        lines.append("the loss is not a finite number any more: try a smaller --lr")
+    if summary.folder is not None:
+        lines.append(f"kept in {summary.folder}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

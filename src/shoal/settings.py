@@ -1,0 +1,128 @@
+"""What a training run is asked to do, and every fault that can be seen in it without starting.
+
+Pure, but for two look-ups that belong to the user's machine and not to a run: where the cache
+is, and how many cores this process may use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+SYNCS = ("all-reduce", "central", "ring", "serial-ring", "ddp")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training run. Resolved once, stored with the run as settings.json."""
+
+    model: str = "mnist-cnn"
+    """A name from the zoo, or the user's own `package.module:factory`."""
+    data: str = "mnist-sample"
+    """A name from the catalogue, or `package.module:factory` returning (train, test)."""
+    data_dir: str | None = None
+    """Where the data files are, instead of the cache."""
+    sync: str = "all-reduce"
+    """How replicas are kept equal."""
+    batch_size: int = 128
+    """Samples in a *global* batch, shared out over the replicas."""
+    epochs: int = 5
+    """Passes over the training set."""
+    optimizer: str = "sgd"
+    """Which torch optimizer."""
+    lr: float = 0.05
+    """Learning rate."""
+    momentum: float = 0.9
+    """Momentum of sgd; the other optimizers do not use it."""
+    seed: int = 0
+    """Decides the initial weights and, with the epoch, the order of the samples."""
+    device: str = "auto"
+    """cuda where there is one and it is asked for; this host's own business."""
+    threads: int | None = None
+    """Compute threads of each process. Default: cores / processes on this host."""
+    out: str = "runs"
+    """The folder that run folders are made in."""
+    name: str | None = None
+    """The last part of the run folder's name. Default: the model's name."""
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    verify: bool = False
+    """Do not train: compare a few steps with one process."""
+    timeout_s: float = 300.0
+    """The longest wait for another rank, when meeting and in any step."""
+
+
+LOCAL_FIELDS = frozenset({"data_dir", "device", "threads", "out", "name", "timeout_s"})
+"""Settings that each host may choose for itself. All others must be equal on every rank."""
+
+
+def shared_settings(settings: TrainSettings) -> dict[str, str]:
+    """What every rank must agree on, as text, to be compared by name when the crew meets."""
+    values = msgspec.structs.asdict(settings)
+    return {k: str(v) for k, v in values.items() if k not in LOCAL_FIELDS}
+
+
+def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
+    """Every fault that is visible in the values alone."""
+    s = settings
+    found = []
+    if num_replicas >= 1 and s.batch_size < num_replicas:
+        found.append(
+            f"--batch-size {s.batch_size}: the global batch is shared out over {num_replicas} "
+            f"ranks, so it must be at least {num_replicas}."
+        )
+    for option, value in (
+        ("--epochs", s.epochs),
+        ("--log-every", s.log_every),
+        ("--threads", s.threads),
+        ("--batch-size", s.batch_size),
+    ):
+        if value is not None and value < 1:
+            found.append(f"{option} {value}: must be at least 1.")
+    if not (0 < s.lr < float("inf")):
+        found.append(f"--lr {s.lr}: must be a positive number.")
+    if not 0 <= s.momentum < 1:
+        found.append(f"--momentum {s.momentum}: must be at least 0 and below 1.")
+    if not 0 <= s.seed < 2**63:
+        found.append(f"--seed {s.seed}: must be between 0 and 2**63 - 1.")
+    if not (0 < s.timeout_s < float("inf")):
+        found.append(f"--timeout {s.timeout_s}: must be a positive number of seconds.")
+    found += unknown("--sync", s.sync, SYNCS)
+    found += unknown("--optimizer", s.optimizer, OPTIMIZERS)
+    found += unknown("--device", s.device, DEVICES)
+    if s.name is not None and (not s.name or s.name in (".", "..") or "/" in s.name):
+        found.append(f"--name {s.name!r}: is part of a folder's name, so no '/' and not empty.")
+    return found
+
+
+def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:
+    """A fault if `value` is none of `known`, with the nearest names first."""
+    known = list(known)
+    if value in known:
+        return []
+    near = difflib.get_close_matches(value, known, n=2, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return [f"{option} {value}: unknown.{hint} Known: {', '.join(known)}."]
+
+
+def cache_dir() -> Path:
+    """Where downloaded data is kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container is not what the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_each(num_processes: int) -> int:
+    """Compute threads for each of `num_processes` on this host, so that together they fit."""
+    return max(1, usable_cores() // max(1, num_processes))

@@ -1,0 +1,1 @@
+"""Data, models, the loop, verification: what is computed on every rank."""

@@ -1,0 +1,68 @@
+"""From names in the settings to a model, data and an optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from shoal.errors import SettingsError
+from shoal.settings import TrainSettings, cache_dir
+from shoal.train.data.load import Data, load
+from shoal.train.factory import find_factory, is_factory
+from shoal.train.models import zoo
+from shoal.train.models.catalog import MODELS
+
+
+def build_model(settings: TrainSettings) -> nn.Module:
+    """Initial weights follow from the seed."""
+    torch.manual_seed(settings.seed)
+    if not is_factory(settings.model):
+        model: Any = getattr(zoo, MODELS[settings.model].factory)()
+    else:
+        model = find_factory(settings.model)()
+    if not isinstance(model, nn.Module):
+        raise SettingsError(
+            [f"--model {settings.model}: expected an nn.Module, it returned {type(model)}."]
+        )
+    return model
+
+
+def build_data(settings: TrainSettings) -> Data:
+    if not is_factory(settings.data):
+        data_dir = None if settings.data_dir is None else Path(settings.data_dir)
+        return load(settings.data, data_dir, cache_dir())
+    made: Any = find_factory(settings.data)()
+    if not (isinstance(made, tuple | list) and len(made) == 2):
+        raise SettingsError(
+            [
+                f"--data {settings.data}: expected a pair (train dataset, test dataset), "
+                f"it returned {type(made)}."
+            ]
+        )
+    train, test = made
+    for which, dataset in (("train", train), ("test", test)):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise SettingsError(
+                [
+                    f"--data {settings.data}: the {which} dataset needs __len__ and __getitem__; "
+                    f"got {type(dataset)}."
+                ]
+            )
+    return Data(train=train, test=test)
+
+
+def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=settings.lr)
+    return torch.optim.AdamW(parameters, lr=settings.lr)
+
+
+def num_samples(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]

@@ -1,0 +1,51 @@
+"""Everything that can be found wrong before any rank is started, reported together.
+
+Imports no torch unless the user named a factory of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal import settings as values
+from shoal.report import run_folder
+from shoal.settings import TrainSettings
+from shoal.train.data import catalog
+from shoal.train.factory import factory_faults, is_factory
+from shoal.train.models.catalog import MODELS
+
+
+def check(settings: TrainSettings, num_replicas: int) -> list[str]:
+    """All faults of a run of `num_replicas` ranks on this host."""
+    found = values.faults(settings, num_replicas)
+    if is_factory(settings.model):
+        found += factory_faults("--model", settings.model)
+    else:
+        found += [
+            f.removesuffix(".") + ", or package.module:factory of your own."
+            for f in values.unknown("--model", settings.model, MODELS)
+        ]
+    if is_factory(settings.data):
+        found += factory_faults("--data", settings.data)
+    else:
+        data_dir = Path(settings.data_dir) if settings.data_dir is not None else None
+        found += catalog.faults(settings.data, data_dir, values.cache_dir())
+    found += _fit(settings)
+    if not settings.verify:
+        found += run_folder.faults(settings.out)
+    return found
+
+
+def _fit(settings: TrainSettings) -> list[str]:
+    """The zoo's model and the catalogue's data must have been made for each other."""
+    if settings.model not in MODELS or settings.data not in catalog.NAMES:
+        return []
+    takes = MODELS[settings.model].input_shape
+    gives = catalog.ENTRIES[settings.data].input_shape
+    if takes == gives:
+        return []
+    fitting = [name for name in catalog.NAMES if catalog.ENTRIES[name].input_shape == takes]
+    return [
+        f"--model {settings.model} takes samples of shape {takes}, --data {settings.data} gives "
+        f"{gives}. Data for this model: {', '.join(fitting)}."
+    ]

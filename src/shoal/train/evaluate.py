@@ -1,0 +1,44 @@
+"""Evaluation over all ranks: every sample counts exactly once, and none is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from shoal.crew import Crew
+from shoal.train.loader import Loader
+from shoal.train.task import Means, Tally, loss_of, means
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    crew: Crew,
+    batch_size: int = 512,
+    loss: Loss = loss_of,
+) -> Means:
+    """Mean loss and accuracy of `model` on `dataset`. Every rank must call this.
+
+    `loss` must be a mean over samples. The model is left in the mode it was in.
+    """
+    was_training = model.training
+    share_before = crew.share
+    tally = Tally(crew.device)
+    batch_size = max(batch_size, crew.size)
+    model.eval()
+    try:
+        with torch.no_grad():
+            for x, y in Loader(dataset, crew, batch_size=batch_size, shuffle=False):
+                output = model(x)
+                assert crew.share is not None
+                tally.add(loss(output, y), output, y, crew.share.size)
+    finally:
+        model.train(was_training)
+        crew.share = share_before
+    return means(tally.total(crew))

@@ -1,0 +1,81 @@
+"""The training loop: the one everybody knows, with the counting around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from shoal.crew import Crew
+from shoal.replicate import Replica
+from shoal.report.records import EpochRecord, StepRecord
+from shoal.settings import TrainSettings
+from shoal.train.data.load import Data
+from shoal.train.evaluate import evaluate
+from shoal.train.loader import Loader
+from shoal.train.task import Tally, loss_of, means
+
+OnStep = Callable[[StepRecord, int, int], None]
+"""A logged step, with its number within the epoch and how many the epoch has."""
+OnEpoch = Callable[[EpochRecord], None]
+
+
+def train(
+    model: Replica,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    crew: Crew,
+    settings: TrainSettings,
+    on_step: OnStep,
+    on_epoch: OnEpoch,
+) -> list[EpochRecord]:
+    """Train for the epochs asked for; records are the same on every rank."""
+    loader = Loader(data.train, crew, batch_size=settings.batch_size, seed=settings.seed)
+    tally = Tally(crew.device)
+    records = []
+    begun = time.perf_counter()
+    for epoch in range(1, settings.epochs + 1):
+        sums = torch.zeros(4, dtype=torch.float64, device=crew.device)
+        sent_before = model.bytes_sent
+        epoch_begun = time.perf_counter()
+        model.train()
+        for step, (x, y) in enumerate(loader, start=1):
+            output = model(x)
+            loss = loss_of(output, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+            assert crew.share is not None
+            tally.add(loss, output, y, crew.share.size)
+            if step % settings.log_every == 0 or step == len(loader):
+                window = tally.total(crew)
+                sums += window
+                seen = means(window)
+                record = StepRecord(
+                    epoch=epoch,
+                    step=(epoch - 1) * len(loader) + step,
+                    loss=seen.finite_loss,
+                    accuracy=seen.accuracy,
+                    seconds=round(time.perf_counter() - begun, 4),
+                )
+                on_step(record, step, len(loader))
+        seconds = time.perf_counter() - epoch_begun
+        trained = means(sums)
+        tested = evaluate(model, data.test, crew)
+        sent = torch.tensor([model.bytes_sent - sent_before], dtype=torch.int64)
+        records.append(
+            EpochRecord(
+                epoch=epoch,
+                train_loss=trained.finite_loss,
+                train_accuracy=trained.accuracy,
+                test_loss=tested.finite_loss,
+                test_accuracy=tested.accuracy,
+                seconds=round(seconds, 4),
+                samples_per_second=round(trained.samples / seconds, 1),
+                bytes_sent=int(crew.sum_(sent.to(crew.device)).item()),
+            )
+        )
+        on_epoch(records[-1])
+    return records

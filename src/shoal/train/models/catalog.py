@@ -1,0 +1,21 @@
+"""Which models there are and what they take. Imports no torch: the launcher reads this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    factory: str
+    """Name in the zoo module."""
+    input_shape: tuple[int, ...]
+    """Of one sample."""
+
+
+MODELS = {
+    "mnist-cnn": ModelEntry("MnistCnn", (1, 28, 28)),
+    "convnet": ModelEntry("ConvNet", (1, 28, 28)),
+    "tutorial-cnn": ModelEntry("TutorialCnn", (1, 28, 28)),
+    "residual-mlp": ModelEntry("ResidualMlp", (1,)),
+}

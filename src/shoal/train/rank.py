@@ -1,0 +1,143 @@
+"""The life of one rank of `shoal train`: meet, build, train or verify, keep, leave."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from contextlib import ExitStack
+
+import torch
+
+from shoal.crew import Crew
+from shoal.errors import EXIT_FAILED, EXIT_INTERRUPTED, PeerLost, ShoalError
+from shoal.rendezvous.roll import Fingerprint
+from shoal.rendezvous.ways import Way
+from shoal.replicate import Replica, replicate
+from shoal.report.events import (
+    Emit,
+    EpochDone,
+    Failed,
+    Finished,
+    Progress,
+    Started,
+    Waiting,
+)
+from shoal.report.records import EpochRecord, LayoutRecord, StepRecord, Summary
+from shoal.report.run_folder import RunFolder
+from shoal.settings import TrainSettings, shared_settings, threads_each
+from shoal.train.build import build_data, build_model, build_optimizer, num_samples
+from shoal.train.checkpoint import save_weights
+from shoal.train.data.load import Data
+from shoal.train.loop import train
+from shoal.train.verify import verify
+from shoal.version import VERSION
+
+
+def run_rank(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -> int:
+    """Do all of it; errors become a `Failed` event and an exit code."""
+    try:
+        return _run(settings, way, interface, emit)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        known = isinstance(error, ShoalError)
+        code = error.exit_code if isinstance(error, ShoalError) else EXIT_FAILED
+        emit(
+            Failed(
+                rank=way.rank,
+                host=socket.gethostname(),
+                kind=type(error).__name__,
+                message=str(error) or type(error).__name__,
+                traceback="" if known else traceback.format_exc(),
+                exit_code=code,
+                is_consequence=isinstance(error, PeerLost),
+            )
+        )
+        return code
+
+
+def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -> int:
+    torch.set_num_threads(settings.threads or threads_each(way.local_size))
+    with Crew.open(
+        way,
+        fingerprint=Fingerprint(shoal=VERSION, settings=shared_settings(settings)),
+        interface=interface,
+        device=settings.device,
+        timeout_s=settings.timeout_s,
+        notify=lambda text: emit(Waiting(text=text)),
+    ) as crew:
+        data = build_data(settings)
+        model = build_model(settings)
+        if settings.verify:
+            emit(verify(model, data, crew, settings))
+            return 0
+        replica = replicate(model, crew, settings.sync)
+        try:
+            _train(replica, data, crew, settings, emit)
+        finally:
+            replica.close()
+    return 0
+
+
+def _train(model: Replica, data: Data, crew: Crew, settings: TrainSettings, emit: Emit) -> None:
+    # From here on ranks may differ in chance (dropout), as samples do.
+    torch.manual_seed(settings.seed + 1 + crew.rank)
+    optimizer = build_optimizer(settings, model)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    emit(
+        Started(
+            model=settings.model,
+            data=settings.data,
+            sync=settings.sync,
+            hosts=[h.host for h in crew.roster],
+            parameters=num_parameters,
+            batch_size=settings.batch_size,
+            train_samples=num_samples(data.train),
+            test_samples=num_samples(data.test),
+            threads=torch.get_num_threads(),
+        )
+    )
+    with ExitStack() as stack:
+        folder = None
+        if crew.rank == 0:
+            name = settings.name or settings.model.rpartition(":")[2]
+            folder = stack.enter_context(RunFolder.create(settings.out, name, settings))
+
+        def on_step(record: StepRecord, step: int, steps: int) -> None:
+            if folder is not None:
+                folder.log(record)
+            emit(
+                Progress(
+                    epoch=record.epoch,
+                    epochs=settings.epochs,
+                    step=step,
+                    steps=steps,
+                    loss=record.loss,
+                    accuracy=record.accuracy,
+                )
+            )
+
+        def on_epoch(record: EpochRecord) -> None:
+            emit(EpochDone(record=record, epochs=settings.epochs))
+
+        records = train(model, optimizer, data, crew, settings, on_step, on_epoch)
+        summary = Summary(
+            model=settings.model,
+            data=settings.data,
+            seed=settings.seed,
+            batch_size=settings.batch_size,
+            sync=settings.sync,
+            transport="dist" if crew.size > 1 else None,
+            schedule=None,
+            layout=LayoutRecord(replicas=crew.size, stages=1),
+            hosts=[h.host for h in crew.roster],
+            parameters=num_parameters,
+            epochs=records,
+            folder=None if folder is None else str(folder.path),
+            shoal=VERSION,
+            torch=str(torch.__version__),
+        )
+        if folder is not None:
+            folder.replace("model.safetensors", lambda path: save_weights(model, path))
+            folder.finish(summary)
+    emit(Finished(summary=summary))

@@ -1,0 +1,128 @@
+"""Proof on the user's own model: the chosen layout against one process, on the same batches.
+
+Both start from the same weights and take the same few steps, the last with a batch that is short
+and does not divide by the ranks. In double precision where the model allows it, so that
+rounding cannot hide a wrong average. Batch norm and dropout are held in evaluation mode: what they
+compute depends on how a batch is shared out, by their nature.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from shoal.crew import Crew
+from shoal.layout import Share
+from shoal.replicate import replicate
+from shoal.report.events import Verified
+from shoal.settings import TrainSettings
+from shoal.train.build import build_optimizer, num_samples
+from shoal.train.data.load import Data
+from shoal.train.loader import Loader
+from shoal.train.task import loss_of
+
+NUM_STEPS = 5
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+DEPENDS_ON_SHARING = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+
+
+class _OneProcess:
+    """Stands where a crew is expected, and has one rank."""
+
+    rank, size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.share: Share | None = None
+
+
+def verify(model: nn.Module, data: Data, crew: Crew, settings: TrainSettings) -> Verified:
+    """Every rank must call this; all return the same verdict."""
+    samples = _few_batches(data.train, settings.batch_size)
+    notes = _hold_still(model)
+    if len(samples) < settings.batch_size * NUM_STEPS // 2:
+        notes.append(f"the training set gave only {len(samples)} samples to compare on")
+    dtype = torch.float64 if _runs_in_double(model, samples) else torch.float32
+    if dtype == torch.float32:
+        notes.append("the model does not run in double precision; compared in single")
+    model = model.to(crew.device, dtype)
+    alone = copy.deepcopy(model)
+
+    replica = replicate(model, crew, settings.sync)
+    steps = _take_steps(replica, samples, crew, settings, dtype)
+    if crew.rank == 0:
+        one: Any = _OneProcess(crew.device)
+        _take_steps(alone, samples, one, settings, dtype)
+    largest, name = _largest_difference(model, alone, crew)
+    replica.close()
+    return Verified(
+        passed=largest <= TOLERANCE[dtype],
+        steps=steps,
+        replicas=crew.size,
+        sync=settings.sync,
+        largest_difference=largest if largest == largest else None,
+        parameter=name,
+        tolerance=TOLERANCE[dtype],
+        dtype=str(dtype).removeprefix("torch."),
+        notes=notes,
+    )
+
+
+def _few_batches(dataset: Dataset[Any], batch_size: int) -> Subset[Any]:
+    wanted = (NUM_STEPS - 1) * batch_size + batch_size // 2 + 1
+    return Subset(dataset, range(min(wanted, num_samples(dataset))))
+
+
+def _hold_still(model: nn.Module) -> list[str]:
+    held = [m for m in model.modules() if isinstance(m, DEPENDS_ON_SHARING)]
+    model.train()
+    for module in held:
+        module.eval()
+    kinds = sorted({type(m).__name__ for m in held})
+    return [f"held in evaluation mode for the comparison: {', '.join(kinds)}"] if kinds else []
+
+
+def _runs_in_double(model: nn.Module, samples: Subset[Any]) -> bool:
+    x = samples[0][0].unsqueeze(0)
+    trial = copy.deepcopy(model).double()
+    try:
+        with torch.no_grad():
+            output = trial(x.double() if x.is_floating_point() else x)
+    except RuntimeError:  # "expected scalar type ...": it fixes its own dtype somewhere
+        return False
+    return isinstance(output, torch.Tensor) and output.dtype == torch.float64
+
+
+def _take_steps(
+    model: nn.Module, samples: Subset[Any], crew: Crew, settings: TrainSettings, dtype: torch.dtype
+) -> int:
+    optimizer = build_optimizer(settings, model)
+    loader = Loader(samples, crew, batch_size=settings.batch_size, seed=settings.seed)
+    for x, y in loader:
+        loss = loss_of(model(_cast(x, dtype)), _cast(y, dtype))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return len(loader)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@torch.no_grad()
+def _largest_difference(model: nn.Module, alone: nn.Module, crew: Crew) -> tuple[float, str]:
+    """Over all parameters and all ranks; `alone` is rank 0's."""
+    names = [name for name, _ in model.named_parameters()]
+    table = torch.zeros(crew.size, len(names), dtype=torch.float64, device=crew.device)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    for column, (ours, reference) in enumerate(pairs):
+        crew.broadcast_(reference.data)
+        table[crew.rank, column] = (ours - reference).abs().max() if ours.numel() else 0.0
+    crew.sum_(table)
+    worst, where = table.amax(0).max(0)
+    return float(worst), names[int(where)]
