@@ -53,6 +53,8 @@ class Crew:
         self.timeout_s = timeout_s
         self.share: Share | None = None
         """The part of the current global batch that this rank holds; its loader sets it."""
+        self.gpu_collectives = way.size > 1 and _own_gpu_each(roster)
+        """Whether collectives take tensors of GPUs; otherwise those are staged through the host."""
         self._store = store
         self._resources = resources
         self._agreed = 0
@@ -245,10 +247,7 @@ def _own_address(way: Way, interface: str | None) -> str:
     if interface is not None:
         return network.address_of(interface)
     if way.kind == "file":
-        try:
-            return network.address_towards("192.0.2.1")  # reserved: stands for "anywhere else"
-        except MeetingError:
-            return "127.0.0.1"
+        return network.outward_address()
     leader = network.resolve(way.host)
     return leader if network.interface_with(leader) else network.address_towards(leader)
 
@@ -274,6 +273,11 @@ def _common_interface(way: Way, me: Hello, roster: list[Hello], interface: str |
     return name
 
 
+def _own_gpu_each(roster: list[Hello]) -> bool:
+    places = {(h.machine, h.device) for h in roster}
+    return all(h.device != "cpu" for h in roster) and len(places) == len(roster)
+
+
 def _leave_group() -> None:
     """Destroy the process group, but wait no longer for it than a farewell takes.
 
@@ -286,11 +290,9 @@ def _leave_group() -> None:
 
 
 def _init_group(store: dist.Store, way: Way, roster: list[Hello], timeout_s: float) -> None:
-    places = [(h.machine, h.device) for h in roster]
-    own_gpu_each = all(h.device != "cpu" for h in roster) and len(set(places)) == len(places)
     try:
         dist.init_process_group(
-            "nccl" if own_gpu_each else "gloo",
+            "cpu:gloo,cuda:nccl" if _own_gpu_each(roster) else "gloo",
             store=dist.PrefixStore(f"group/{way.attempt}", store),
             rank=way.rank,
             world_size=way.size,

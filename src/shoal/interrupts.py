@@ -52,9 +52,12 @@ def prompt_interrupts(grace_s: float = GRACE_S) -> Iterator[None]:
         return
 
     def watch() -> None:
-        while received := theirs.recv(1):
-            if received[0] == signal.SIGINT and not reached_python.wait(grace_s):
+        while received := theirs.recv(4096):
+            if signal.SIGINT not in received:
+                continue
+            if not reached_python.wait(grace_s):
                 os._exit(EXIT_INTERRUPTED)
+            reached_python.clear()  # a second Ctrl-C may find us in C again, cleaning up
 
     watcher = threading.Thread(target=watch, name="shoal-interrupts", daemon=True)
     watcher.start()

@@ -84,6 +84,15 @@ def address_towards(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def outward_address() -> str:
+    """The address on the way to anywhere else; else of the one network there is; else loopback."""
+    try:
+        return address_towards("192.0.2.1")  # reserved: no machine that we could mean
+    except MeetingError:
+        others = [name for name, ips in interfaces().items() if not any(map(is_loopback, ips))]
+        return address_of(others[0]) if len(others) == 1 else "127.0.0.1"
+
+
 def reserve_port() -> int:
     """A free port on loopback that the system will not give to anyone else for a minute.
 

@@ -14,17 +14,18 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from shoal.errors import MeetingError
-from shoal.rendezvous.store import POLL_S, Notify
+from shoal.rendezvous.store import POLL_S, Notify, close_store
 from shoal.rendezvous.ways import Way
 
 LINGER_S = 2.0
-"""How long a leader that found a fault stays, so that the others can read of it."""
+"""How long the leader, after a fault, stays, so that the others can read of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class Fingerprint:
     settings: dict[str, str] = field(default_factory=dict)
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank says of itself."""
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says of itself. Another version may say more: its name must still be read."""
 
     rank: int
     size: int
@@ -92,6 +93,9 @@ def call_roll(
     try:
         roll.enter()
         return roll.wait(begun, timeout_s, notify)
+    except KeyboardInterrupt:
+        roll.withdraw()
+        raise
     except dist.DistError as error:
         raise MeetingError(
             f"The leader at {way.place} left while {hello.who} was meeting it. "
@@ -99,6 +103,17 @@ def call_roll(
         ) from error
     finally:
         notify("")
+
+
+def read_hello(said: bytes, rank: int, place: str) -> Hello:
+    """Raises MeetingError for what no shoal of this version says."""
+    try:
+        return msgspec.json.decode(said, type=Hello)
+    except msgspec.MsgspecError as error:
+        raise MeetingError(
+            f"Rank {rank} at {place} speaks another language: {error}. It runs another version of "
+            f"shoal, or another program uses {place}. It says: {said[:200]!r}"
+        ) from error
 
 
 def differences(mine: Hello, theirs: Hello) -> list[str]:
@@ -141,7 +156,7 @@ class _Roll:
         there = self.store.compare_set(f"hello/{self.hello.rank}", "", mine.decode())
         if there == mine:
             return
-        other = msgspec.json.decode(there, type=Hello)
+        other = read_hello(there, self.hello.rank, self.way.place)
         met = self.store.check(["go"])
         text = (
             f"Two processes want to be rank {self.hello.rank}: {self.hello.who} and {other.who}"
@@ -153,9 +168,17 @@ class _Roll:
                 f" If pid {other.pid} on {other.host} is of an earlier run, "
                 f"remove the file it left: rm {self.way.path}."
             )
-        if not met:
-            self.store.set("fault", text)
-        raise MeetingError(text)
+        elif not met:
+            text += f" If pid {other.pid} on {other.host} was killed, start every rank again."
+        raise MeetingError(text if met else self._publish(text))
+
+    def withdraw(self) -> None:
+        """Leave before the crew has met, so that this rank can be started again."""
+        try:
+            if not self.store.check(["go"]):
+                self.store.delete_key(f"hello/{self.hello.rank}")
+        except dist.DistError:
+            return  # the leader is gone, and the list with it
 
     def wait(self, begun: float, timeout_s: float, notify: Notify) -> list[Hello]:
         leader = self.hello.rank == 0
@@ -165,7 +188,7 @@ class _Roll:
             if self.store.check(["fault"]):
                 self._fail(self.store.get("fault").decode())
             self._read_hellos(everyone=leader)
-            if leader and len(self.seen) == self.way.size:
+            if leader and len(self.seen) == self.way.size and self._still_here():
                 self.store.set("go", "1")
             if self.store.check(["go"]):
                 self._read_hellos(everyone=True)
@@ -181,12 +204,22 @@ class _Roll:
         for rank in range(self.way.size) if everyone else (0,):
             if rank in self.seen or not self.store.check([f"hello/{rank}"]):
                 continue
-            other = msgspec.json.decode(self.store.get(f"hello/{rank}"), type=Hello)
-            if found := differences(self.hello, other):
-                text = "\n".join(found)
-                self.store.set("fault", text)
-                self._fail(text)
-            self.seen[rank] = other
+            try:
+                other = read_hello(self.store.get(f"hello/{rank}"), rank, self.way.place)
+                if found := differences(self.hello, other):
+                    raise MeetingError("\n".join(found))
+            except MeetingError as error:
+                self._fail(self._publish(str(error)))
+            else:
+                self.seen[rank] = other
+
+    def _still_here(self) -> bool:
+        """Forget those who withdrew since they were seen, or came again as another process."""
+        for rank, hello in list(self.seen.items()):
+            key = f"hello/{rank}"
+            if not self.store.check([key]) or self.store.get(key) != msgspec.json.encode(hello):
+                del self.seen[rank]
+        return len(self.seen) == self.way.size
 
     def _missing(self) -> str:
         if self.hello.rank != 0 and 0 in self.seen:
@@ -196,7 +229,7 @@ class _Roll:
             missing = ["0"]
         return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {self.way.size}"
 
-    def _give_up(self, timeout_s: float) -> None:
+    def _give_up(self, timeout_s: float) -> NoReturn:
         here = ", ".join(h.who for _, h in sorted(self.seen.items()))
         text = (
             f"After {timeout_s:g} s the crew at {self.way.place} still waits for {self._missing()}."
@@ -212,21 +245,25 @@ class _Roll:
                     f" {self.way.host} is {self.hello.address} on {self.hello.host}, which only "
                     "this machine can reach: look at /etc/hosts, or give the address itself."
                 )
-        self.store.set("fault", text)
-        self._fail(text)
+        self._fail(self._publish(text))
 
-    def _fail(self, text: str) -> None:
-        """Raise; but a leader, whose process holds the store, first lets the others read."""
+    def _publish(self, text: str) -> str:
+        """The fault that the crew fails by: this one, or the one that somebody found before."""
+        return str(self.store.compare_set("fault", "", text).decode())
+
+    def _fail(self, text: str) -> NoReturn:
+        """Raise; but the first rank here, who holds the store, first lets the others read."""
         self.store.set(f"told/{self.hello.rank}", "1")
-        if self.hello.rank == 0:
+        present = [
+            rank
+            for rank in range(self.way.size)
+            if rank in self.seen or self.store.check([f"hello/{rank}"])
+        ]
+        if self.hello.rank == min(present):
             waiting = time.monotonic() + LINGER_S
-            present = [
-                rank
-                for rank in range(1, self.way.size)
-                if rank in self.seen or self.store.check([f"hello/{rank}"])
-            ]
             while time.monotonic() < waiting and not all(
                 self.store.check([f"told/{rank}"]) for rank in present
             ):
                 time.sleep(POLL_S)
+            close_store(self.way, holder=True)
         raise MeetingError(text)

@@ -32,7 +32,9 @@ def open_store(way: Way, interface: str | None, timeout_s: float, notify: Notify
     if interface is not None:
         network.address_of(interface)  # fail on a wrong name before waiting for anyone
     if way.kind == "file":
-        return _open_file(Path(way.path), way.size)
+        store = _open_file(Path(way.path), way.size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
     leads = way.rank == 0 and not way.store_is_hosted
     if leads:
         address = _listening_address(way, interface)
@@ -43,9 +45,12 @@ def open_store(way: Way, interface: str | None, timeout_s: float, notify: Notify
     return store
 
 
-def close_store(way: Way) -> None:
-    """Leave the meeting place as it was found. The tcp store ends with its process."""
-    if way.kind == "file" and way.rank == 0:
+def close_store(way: Way, holder: bool | None = None) -> None:
+    """Leave the meeting place as it was found. The tcp store ends with its process.
+
+    holder: whether a shared file is this rank's to remove. Default: the leader's.
+    """
+    if way.kind == "file" and (way.rank == 0 if holder is None else holder):
         Path(way.path).unlink(missing_ok=True)
 
 
@@ -82,6 +87,8 @@ def _serve(address: str, way: Way) -> dist.Store:
         listener.listen(1024)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRINUSE and (gathering := _crew_at(address, way)):
+            return gathering  # a second rank 0: the roll will say so to both
         raise MeetingError(_bind_failure(error, address, way)) from error
     return dist.TCPStore(
         address,
@@ -92,6 +99,20 @@ def _serve(address: str, way: Way) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _crew_at(address: str, way: Way) -> dist.Store | None:
+    """The store of the crew that listens at `address`, if that is what listens there."""
+
+    def look() -> dist.Store | None:
+        brief = timedelta(seconds=1)
+        store = dist.TCPStore(address, way.port, None, False, timeout=brief, wait_for_workers=False)
+        return store if store.check([f"shoal/{way.attempt}/hello/0"]) else None
+
+    try:
+        return _bounded(look, 1.5, "no answer")
+    except (MeetingError, RuntimeError):
+        return None
 
 
 def _bind_failure(error: OSError, address: str, way: Way) -> str:
@@ -108,7 +129,8 @@ def _bind_failure(error: OSError, address: str, way: Way) -> str:
 
 def _owner_of(port: int) -> str:
     try:
-        for connection in psutil.net_connections("tcp"):
+        found = sorted(psutil.net_connections("tcp"), key=lambda c: c.status != psutil.CONN_LISTEN)
+        for connection in found:
             if connection.laddr and connection.laddr.port == port and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except (psutil.Error, OSError):
@@ -229,8 +251,8 @@ def _is_used(path: Path) -> bool:
     deadline = time.monotonic() + 2
     while path.exists():
         content = path.read_bytes()
-        if b"shoal/" in content:
-            return b"/go" in content
+        if b"/shoal/0/" in content:
+            return b"/shoal/0/go" in content
         if time.monotonic() > deadline:
             return True
         time.sleep(POLL_S)

@@ -55,9 +55,9 @@ def find_way(
     env = os.environ if environment is None else environment
     if init is None or init == "env://":
         if init is None and rank is None and world_size is None:
-            if "RANK" in env or "WORLD_SIZE" in env:
+            if env.get("RANK") or env.get("WORLD_SIZE"):
                 return _from_environment(env)
-            if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+            if env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
                 return _from_slurm(env)
             return Way()
         merged = dict(env)
@@ -96,6 +96,7 @@ def quiet_torch() -> None:
 
 def _from_url(url: str, rank: int | None, size: int | None, env: Mapping[str, str]) -> Way:
     faults: list[str] = []
+    path = url.removeprefix("file://")  # not urlsplit's, which cuts names at '?' and '#'
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -104,32 +105,36 @@ def _from_url(url: str, rank: int | None, size: int | None, env: Mapping[str, st
     if parts.scheme == "tcp":
         if not parts.hostname or port is None or port == 0:
             faults.append(f"--init {url}: expected tcp://HOST:PORT, as in tcp://192.168.0.1:23456.")
-        elif parts.hostname in ("0.0.0.0", "::"):
+        elif parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
             faults.append(
-                f"--init {url}: {parts.hostname} is no address that others can connect to. "
-                "Give the leader's own address on the network that the ranks share."
+                f"--init {url}: expected nothing but tcp://HOST:PORT. The rank and the world size "
+                "are given by --rank and --world-size."
             )
+        else:
+            faults += _check_host(f"--init {url}", parts.hostname)
     elif parts.scheme == "file":
-        if parts.netloc or not parts.path.startswith("/"):
+        if not url.startswith("file:///") or path.strip("/") == "":
             faults.append(f"--init {url}: expected three slashes, as in file:///mnt/shared/run1.")
     else:
         faults.append(f"--init {url}: expected tcp://HOST:PORT, file:///PATH or env://.")
-    rank = _number(env, "RANK", faults) if rank is None and "RANK" in env else rank
-    size = _number(env, "WORLD_SIZE", faults) if size is None and "WORLD_SIZE" in env else size
     if rank is None:
-        faults.append(f"--init {url} needs --rank: which rank this process is, counted from 0.")
+        rank = _number(env, "RANK", faults)
     if size is None:
+        size = _number(env, "WORLD_SIZE", faults)
+    local_rank = _number(env, "LOCAL_RANK", faults) or 0
+    local_size = _number(env, "LOCAL_WORLD_SIZE", faults) or 1
+    if rank is None and not env.get("RANK"):
+        faults.append(f"--init {url} needs --rank: which rank this process is, counted from 0.")
+    if size is None and not env.get("WORLD_SIZE"):
         faults.append(f"--init {url} needs --world-size: how many ranks there are in all.")
     faults += _check_rank(rank, size)
     if faults or rank is None or size is None:
         raise SettingsError(faults)
     if size == 1:
         return Way()
-    local_rank = int(env.get("LOCAL_RANK", "0") or 0)
-    local_size = int(env.get("LOCAL_WORLD_SIZE", "1") or 1)
     if parts.scheme == "file":
         return Way(
-            kind="file", rank=rank, size=size, path=parts.path,
+            kind="file", rank=rank, size=size, path=path,
             local_rank=local_rank, local_size=local_size,
         )  # fmt: skip
     return Way(
@@ -142,7 +147,8 @@ def _from_environment(env: Mapping[str, str]) -> Way:
     faults: list[str] = []
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not env.get(name)]
-    if missing == ["MASTER_ADDR", "MASTER_PORT"] and env.get("WORLD_SIZE") == "1":
+    alone = env.get("WORLD_SIZE") == "1" and env.get("RANK", "") in ("", "0")
+    if alone and "MASTER_ADDR" in missing:
         return Way()
     if missing:
         given = ", ".join(f"{name}={env[name]}" for name in needed if env.get(name))
@@ -151,14 +157,13 @@ def _from_environment(env: Mapping[str, str]) -> Way:
             + (f" (given: {given})." if given else ".")
             + " Set them, or give --init tcp://HOST:PORT --rank R --world-size N."
         )
-    rank = _number(env, "RANK", faults) if env.get("RANK") else None
-    size = _number(env, "WORLD_SIZE", faults) if env.get("WORLD_SIZE") else None
-    port = _number(env, "MASTER_PORT", faults) if env.get("MASTER_PORT") else None
-    if port is not None and not 0 < port < 2**16:
-        faults.append(f"MASTER_PORT={port}: a port is between 1 and 65535.")
+    rank = _number(env, "RANK", faults)
+    size = _number(env, "WORLD_SIZE", faults)
+    port = _port(env, faults)
+    faults += _check_host("MASTER_ADDR", env.get("MASTER_ADDR", ""))
     faults += _check_rank(rank, size)
-    local_rank = _number(env, "LOCAL_RANK", faults) if env.get("LOCAL_RANK") else 0
-    local_size = _number(env, "LOCAL_WORLD_SIZE", faults) if env.get("LOCAL_WORLD_SIZE") else 1
+    local_rank = _number(env, "LOCAL_RANK", faults)
+    local_size = _number(env, "LOCAL_WORLD_SIZE", faults)
     if faults or rank is None or size is None or port is None:
         raise SettingsError(faults)
     if size == 1:
@@ -181,11 +186,13 @@ def _from_slurm(env: Mapping[str, str]) -> Way:
     faults: list[str] = []
     rank = _number(env, "SLURM_PROCID", faults)
     size = _number(env, "SLURM_STEP_NUM_TASKS", faults)
-    local_rank = _number(env, "SLURM_LOCALID", faults) if env.get("SLURM_LOCALID") else 0
+    local_rank = _number(env, "SLURM_LOCALID", faults)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
     host = env.get("MASTER_ADDR") or first_node(nodes)
-    job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "0")) or "0"
-    port = _number(env, "MASTER_PORT", faults) if env.get("MASTER_PORT") else None
+    job, step = (
+        int(re.sub(r"\D", "", env.get(name, "")) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    port = _port(env, faults)
     if not host and size != 1:
         faults.append("Slurm's SLURM_STEP_NODELIST is empty: set MASTER_ADDR to the first node.")
     faults += _check_rank(rank, size)
@@ -198,7 +205,8 @@ def _from_slurm(env: Mapping[str, str]) -> Way:
         rank=rank,
         size=size,
         host=host,
-        port=port or 20_000 + int(job) % 20_000,
+        # Below the ports that Linux gives to outgoing connections; another for the job's next step.
+        port=port or 20_000 + (job + step) % 12_000,
         local_rank=local_rank or 0,
         local_size=first_count(env.get("SLURM_STEP_TASKS_PER_NODE", "1")),
     )
@@ -206,13 +214,9 @@ def _from_slurm(env: Mapping[str, str]) -> Way:
 
 def first_node(nodelist: str) -> str:
     """The first host of Slurm's compressed list: `gpu[03-05,9],login` gives `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodelist)
-    if not match:
-        return ""
-    prefix, numbers, suffix = match.groups()
-    if numbers is None:
-        return prefix
-    return prefix + re.split(r"[,-]", numbers)[0] + (suffix or "")
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)  # to the first comma outside brackets
+    first = match.group() if match else ""
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def first_count(tasks_per_node: str) -> int:
@@ -222,6 +226,9 @@ def first_count(tasks_per_node: str) -> int:
 
 
 def _number(env: Mapping[str, str], name: str, faults: list[str]) -> int | None:
+    """None where it is not set, or is empty, or (with a fault) is no number."""
+    if not env.get(name):
+        return None
     try:
         return int(env[name])
     except ValueError:
@@ -229,10 +236,28 @@ def _number(env: Mapping[str, str], name: str, faults: list[str]) -> int | None:
         return None
 
 
+def _port(env: Mapping[str, str], faults: list[str]) -> int | None:
+    port = _number(env, "MASTER_PORT", faults)
+    if port is not None and not 0 < port < 2**16:
+        faults.append(f"MASTER_PORT={port}: a port is between 1 and 65535.")
+    return port
+
+
+def _check_host(where: str, host: str) -> list[str]:
+    if host not in ("0.0.0.0", "::"):
+        return []
+    return [
+        f"{where}: {host} is no address that others can connect to. "
+        "Give the leader's own address on the network that the ranks share."
+    ]
+
+
 def _check_rank(rank: int | None, size: int | None) -> list[str]:
     if size is not None and size < 1:
         return [f"--world-size {size}: must be at least 1."]
     if rank is not None and (rank < 0 or (size is not None and rank >= size)):
-        top = "" if size is None else f" and {size - 1} (--world-size {size}, counted from 0)"
-        return [f"--rank {rank}: must be between 0{top}."]
+        if size is None:
+            return [f"--rank {rank}: must be at least 0."]
+        top = f"{size - 1} (--world-size {size}, counted from 0)"
+        return [f"--rank {rank}: must be between 0 and {top}."]
     return []

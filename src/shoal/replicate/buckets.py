@@ -67,13 +67,19 @@ class Bucket:
         self._filled = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
 
-    def fill(self, slot: int, scale: float) -> bool:
-        """Take the gradient of one parameter, times `scale`. False if it was taken before."""
+    def fill(self, slot: int, scale: float, is_stand_in: bool = False) -> bool:
+        """Take the gradient of one parameter, times `scale`. False if it was taken before.
+
+        Where the batch was a stand-in, of weight zero, a gradient of zeros counts as none.
+        """
         if self._filled[slot]:
             return False
         self._filled[slot] = True
         self.num_missing -= 1
-        grad, view = self.parameters[slot].grad, self._views[slot]
+        parameter, view = self.parameters[slot], self._views[slot]
+        if is_stand_in and parameter.grad is not None and not parameter.grad.any():
+            parameter.grad = None
+        grad = parameter.grad
         if grad is None:
             view.zero_()
             self._flags[slot] = 0
@@ -89,10 +95,10 @@ class Bucket:
         self._flags[slot] = 1
         return True
 
-    def fill_rest(self, scale: float) -> None:
+    def fill_rest(self, scale: float, is_stand_in: bool = False) -> None:
         """Parameters the backward pass did not reach: what they hold already, or nothing."""
         for slot in range(len(self.parameters)):
-            self.fill(slot, scale)
+            self.fill(slot, scale, is_stand_in)
 
     @torch.no_grad()
     def hand_out(self) -> None:

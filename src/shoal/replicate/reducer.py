@@ -45,6 +45,8 @@ class Reducer:
             for indices in plan
         ]
         self.paused = False
+        self.is_stand_in = False
+        """This rank has no sample in the batch at hand, and works on one of weight zero."""
         self.before_finish: list[Pending] = []
         """Other transfers of this step that must be over when the backward pass returns."""
         self._sync = sync
@@ -79,7 +81,7 @@ class Reducer:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self.buckets[number]
-        if not bucket.fill(slot, self._scale):
+        if not bucket.fill(slot, self._scale, self.is_stand_in):
             raise SyncError(
                 "A parameter got its gradient twice in one backward pass. Reentrant checkpointing "
                 "does that: use torch.utils.checkpoint(..., use_reentrant=False)."
@@ -96,7 +98,7 @@ class Reducer:
     def _finish(self) -> None:
         for bucket in self.buckets[len(self._pending) :]:
             with torch.no_grad():
-                bucket.fill_rest(self._scale)
+                bucket.fill_rest(self._scale, self.is_stand_in)
         self._start_full_buckets()
         for pending in self.before_finish:
             pending.wait()

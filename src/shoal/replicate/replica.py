@@ -139,13 +139,13 @@ class SyncedReplica(_WeightedReplica):
         self._reducer = self._make_reducer()
 
     def _make_reducer(self) -> Reducer:
-        # gloo carries host memory; gradients of GPUs in a crew that has no NCCL are staged there.
-        staged = torch.device("cpu") if dist.get_backend() == "gloo" else None
+        # Gradients of GPUs are staged in host memory where the sync or the crew needs them there.
+        staged = self._sync.on_host or not self._crew.gpu_collectives
         return Reducer(
             self._trainable,
             self._sync,
             self._bucket_bytes,
-            staged,
+            torch.device("cpu") if staged else None,
             lambda: self._crew.naming_the_lost("the averaging of gradients"),
         )
 
@@ -164,6 +164,7 @@ class SyncedReplica(_WeightedReplica):
             self._reducer.paused = paused
         self._reducer.check_idle()
         self._before_forward()
+        self._reducer.is_stand_in = self._weight == 0.0
         output = self.module(*args, **kwargs)
         if self._has_buffers and not self._reducer.paused:
             self._reducer.before_finish.append(CopyFromRank0(self.module.buffers(), self._crew))

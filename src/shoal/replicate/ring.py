@@ -12,24 +12,27 @@ to the right and receives one from the left. N = 3, what each rank *sends*:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from shoal.layout import share
 from shoal.replicate.sync import Courier, Peers, Pending, Sync
 
-TAG = 0x21
+TAG = 0x2100
 
 
 class Ring(Sync):
     """Reduce-scatter, then all-gather, over send and receive."""
 
     name = "ring"
+    on_host = True
 
     def __init__(self, peers: Peers, timeout_s: float) -> None:
         super().__init__(peers, timeout_s)
         self._courier = Courier(timeout_s)
-        self._spare: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._spare = torch.empty(0)
 
     def start(self, buffer: torch.Tensor) -> Pending:
         return self._courier.submit(lambda: self._sum(buffer))
@@ -40,41 +43,62 @@ class Ring(Sync):
         for rank in range(n):
             part = share(buffer.numel(), rank, n)
             chunks.append(buffer[part.start : part.stop])
-        spare = self._spare_like(chunks[0])
-        for tick in range(n - 1):
-            mine, theirs = chunks[(me - tick) % n], chunks[(me - tick - 1) % n]
-            incoming = spare[: theirs.numel()]
-            self._exchange(mine, incoming)
-            theirs.add_(incoming)
-        for tick in range(n - 1):
-            mine, theirs = chunks[(me - tick + 1) % n], chunks[(me - tick) % n]
-            self._exchange(mine, theirs)
+        beside = self._spare_for(buffer, n - 1, chunks[0].numel())
 
-    def _exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Send to the right and receive from the left, both at once: neither waits for the other.
+        ticks = range(2 * (n - 1))
+        sends = [chunks[(me - tick) % n] for tick in ticks]
+        receives = [chunks[(me - tick - 1) % n] for tick in ticks]
+        # While sums are made, what comes is added to our own: it must not land on top of it.
+        landing = [b[: r.numel()] for b, r in zip(beside, receives, strict=False)]
+        landing += receives[n - 1 :]
+        # All receives are posted before anything is sent, so that no sender waits for its
+        # receiver to be ready. A chunk that is received late in the game lands where an early send
+        # came from; that send is over by then, since what we receive was made from it.
+        coming = [self._receive(place, tick) for tick, place in enumerate(landing)]
+        going = []
+        for tick in ticks:
+            going.append(self._send(sends[tick], tick))
+            _wait(coming[tick])
+            if tick < n - 1:
+                receives[tick].add_(landing[tick])
+        for work in going:
+            _wait(work)
 
-        An empty chunk (fewer elements than ranks) is empty on both ends of the link, and stays.
-        """
-        peers = self.peers
-        work = []
-        if incoming.numel():
-            left = peers.ranks[peers.me - 1]
-            work.append(dist.irecv(incoming, left, group=peers.group, tag=TAG))
-        if outgoing.numel():
-            right = peers.ranks[(peers.me + 1) % peers.size]
-            work.append(dist.isend(outgoing, right, group=peers.group, tag=TAG))
-            self.bytes_sent += outgoing.nbytes
-        for item in work:
-            assert item is not None
-            item.wait()
+    def _receive(self, place: torch.Tensor, tick: int) -> dist.Work | None:
+        left = self.peers.ranks[self.peers.me - 1]
+        return _unless_empty(dist.irecv, place, left, self.peers.group, TAG + tick)
 
-    def _spare_like(self, largest_chunk: torch.Tensor) -> torch.Tensor:
-        """A buffer to receive into, kept from one step to the next."""
-        key = (largest_chunk.dtype, largest_chunk.device)
-        spare = self._spare.get(key)
-        if spare is None or spare.numel() < largest_chunk.numel():
-            spare = self._spare[key] = torch.empty_like(largest_chunk)
-        return spare
+    def _send(self, chunk: torch.Tensor, tick: int) -> dist.Work | None:
+        right = self.peers.ranks[(self.peers.me + 1) % self.peers.size]
+        self.bytes_sent += chunk.nbytes
+        return _unless_empty(dist.isend, chunk, right, self.peers.group, TAG + tick)
+
+    def _spare_for(self, buffer: torch.Tensor, count: int, size: int) -> list[torch.Tensor]:
+        """Room to receive beside the buffer, kept from one step to the next."""
+        spare = self._spare
+        if (
+            spare.dtype != buffer.dtype
+            or spare.device != buffer.device
+            or spare.numel() < count * size
+        ):
+            spare = self._spare = buffer.new_empty(count * size)
+        return [spare[i * size : (i + 1) * size] for i in range(count)]
 
     def close(self) -> None:
         self._courier.close()
+
+
+def _unless_empty(
+    transfer: Callable[..., dist.Work | None],
+    chunk: torch.Tensor,
+    peer: int,
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> dist.Work | None:
+    """With fewer elements than ranks some chunks are empty, on both ends of a link alike."""
+    return transfer(chunk, peer, group=group, tag=tag) if chunk.numel() else None
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

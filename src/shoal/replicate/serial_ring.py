@@ -20,6 +20,7 @@ class SerialRing(Sync):
     """Sum round the ring, then spread it round the ring, then divide."""
 
     name = "serial-ring"
+    on_host = True
     scales_first = False
 
     def __init__(self, peers: Peers, timeout_s: float) -> None:

@@ -40,6 +40,9 @@ class Sync(ABC):
     scales_first: ClassVar[bool] = True
     """True: takes gradients already divided by the number of ranks, and only sums."""
 
+    on_host: ClassVar[bool] = False
+    """True: sends point to point, which only host memory does on every backend."""
+
     def __init__(self, peers: Peers, timeout_s: float) -> None:
         self.peers = peers
         self.timeout_s = timeout_s

@@ -1,0 +1,59 @@
+"""Exactness, our promise: 1 to 4 ranks, every sync, against one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.settings import SYNCS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from cases import names_for  # noqa: E402  (the script that the ranks run)
+
+RESULTS: dict[int, tuple[dict[str, str | None], str]] = {}
+
+
+def results_of(num_ranks: int, tmp: Path) -> tuple[dict[str, str | None], str]:
+    """All cases of one crew size run in one launch: starting processes is what costs time."""
+    if num_ranks not in RESULTS:
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "shoal",
+                "run",
+                "--workers",
+                str(num_ranks),
+                "--threads",
+                "1",
+                str(HERE / "cases.py"),
+                str(tmp),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        merged: dict[str, str | None] = {}
+        for file in sorted(tmp.glob("rank-*.json")):
+            for key, problem in json.loads(file.read_text()).items():
+                merged[key] = merged.get(key) or problem
+        RESULTS[num_ranks] = merged, run.stdout + run.stderr
+    return RESULTS[num_ranks]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_same_as_one_process(
+    num_ranks: int, sync: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    results, output = results_of(num_ranks, tmp_path_factory.mktemp(f"ranks{num_ranks}"))
+    for name in names_for(sync):
+        key = f"{sync}:{name}"
+        assert key in results, f"{key} was not reached:\n{output[-3000:]}"
+        assert results[key] is None, f"{key}:\n{results[key]}"
