@@ -6,6 +6,7 @@ met at. A crew of one owns neither and does everything at once.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -155,7 +156,7 @@ class Crew:
     def _who_is_lost(self, doing: str, error: RuntimeError) -> PeerLost:
         """Call the roll once more: who does not answer is lost."""
         me = self.roster[self.rank].who
-        reason = str(error).strip().splitlines()[0]
+        reason = _plain_reason(error)
         assert self._store is not None
         try:
             self._store.set(f"alive/{self.rank}", "1")
@@ -233,6 +234,12 @@ def _is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
+def _plain_reason(error: RuntimeError) -> str:
+    """gloo's text without the source line it begins with and the advice it ends with."""
+    text = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[\S+\] ", "", text).partition(". This is typically")[0]
+
+
 def choose_device(name: str, local_rank: int) -> torch.device:
     """`auto` is a GPU where there is one; several ranks on a host share its GPUs out."""
     available = torch.cuda.is_available()
@@ -253,17 +260,8 @@ def _own_address(way: Way, interface: str | None) -> str:
 
 
 def _common_interface(way: Way, me: Hello, roster: list[Hello], interface: str | None) -> str:
-    """The interface for this rank's traffic; refuses loopback between different machines."""
+    """The interface for this rank's traffic."""
     one_machine = all(h.machine == me.machine for h in roster)
-    if not one_machine:
-        bound = [h for h in roster if network.is_loopback(h.address)]
-        if bound:
-            raise MeetingError(
-                f"The crew spans several machines, but {bound[0].who} would use {bound[0].address},"
-                f" which no other machine can reach. On {bound[0].host}, give --interface, or put "
-                "the leader's network address into --init: its name may be mapped to 127.0.1.1 "
-                "in /etc/hosts."
-            )
     address = me.address
     if one_machine and way.kind == "file" and interface is None:
         address = "127.0.0.1"

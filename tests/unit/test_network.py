@@ -62,7 +62,8 @@ def test_resolve() -> None:
     assert network.resolve("::1") == "::1"
 
 
-@pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 300, ".x"])
+# Names that are too long, or no names: refused on this host, so that nothing is sent anywhere.
+@pytest.mark.parametrize("name", [".".join(["a" * 60] * 5), "a" * 300, ".x"])
 def test_a_name_that_nobody_knows(name: str) -> None:
     with pytest.raises(MeetingError) as caught:
         network.resolve(name)

@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from shoal.errors import MeetingError
 from shoal.network import reserve_port
-from shoal.rendezvous.roll import Fingerprint, Hello, call_roll, differences, make_hello
+from shoal.rendezvous.roll import (
+    Fingerprint,
+    Hello,
+    call_roll,
+    differences,
+    make_hello,
+    unreachable,
+)
 from shoal.rendezvous.store import open_store
 from shoal.rendezvous.ways import Way
 
@@ -84,6 +91,19 @@ def test_all_differences_come_together() -> None:
     assert len(found) == 5
     mirrored = differences(theirs, one())
     assert len(mirrored) == len(found), "whoever looks first finds the same"
+
+
+def test_loopback_is_enough_on_one_machine_only() -> None:
+    here, there = one(address="127.0.0.1"), one(rank=1, host="desktop", address="127.0.1.1")
+    assert unreachable([here, there]) is None
+    far = msgspec.structs.replace(there, machine="other")
+    text = unreachable([far, here])
+    assert text is not None
+    assert text.startswith("The crew spans several machines, but rank 0 (laptop")
+    assert "/etc/hosts" in text
+    home = msgspec.structs.replace(here, address="10.0.0.1")
+    assert "rank 1 (desktop, pid 1000) would use 127.0.1.1" in str(unreachable([home, far]))
+    assert unreachable([home, msgspec.structs.replace(far, address="10.0.0.2")]) is None
 
 
 # -- a crew of threads -----------------------------------------------------------------------------
@@ -216,6 +236,7 @@ def test_a_hello_of_another_version(make_way: MakeWay, start: Start) -> None:
     store = open_store(ways[1], None, LONG_S, quiet)
     later = msgspec.json.decode(msgspec.json.encode(hello(ways[1], shoal="9.0")))
     later["colour"] = "red"
+    store.set("shoal/0/told/1", "1")  # the leader waits for its listeners
     store.set("shoal/0/hello/1", msgspec.json.encode(later).decode())
     (message,) = told(leader)
     assert "runs shoal 1.0" in message
@@ -227,6 +248,7 @@ def test_a_hello_that_is_none(make_way: MakeWay, start: Start) -> None:
     leader = start(ways[0], hello(ways[0]))
     wait_until_there(ways[0])
     store = open_store(ways[1], None, LONG_S, quiet)
+    store.set("shoal/0/told/1", "1")
     store.set("shoal/0/hello/1", "good day")
     (message,) = told(leader)
     assert "Rank 1" in message
@@ -251,24 +273,25 @@ def wait_until_there(leader: Way) -> None:
 
 def test_the_missing_are_named_to_everyone(make_way: MakeWay, start: Start) -> None:
     lines: list[str] = []
+    others_lines: list[str] = []
     ways = [make_way(0, 5), make_way(2, 5)]
     leader = start(ways[0], hello(ways[0]), BRIEF_S, lines.append)
-    other = start(ways[1], hello(ways[1]), BRIEF_S)
+    other = start(ways[1], hello(ways[1]), BRIEF_S, others_lines.append)
     messages = told(leader, other)
     assert messages[0] == messages[1]
     assert f"After {BRIEF_S:g} s" in messages[0]
     assert "still waits for ranks 1, 3, 4 of 5." in messages[0]
     assert f"Here: {hello(ways[0]).who}, {hello(ways[1]).who}." in messages[0]
     assert "Check that" in messages[0]
-    assert any(line.startswith("waiting for ranks 1, 3, 4 of 5, 1 s") for line in lines)
-    assert lines[-1] == "", "the line is taken away"
+    for each in (lines, others_lines):
+        assert any(line.startswith("waiting for ranks 1, 3, 4 of 5, ") for line in each)
+        assert each[-1] == "", "the line is taken away"
 
 
-def test_a_meeting_that_failed_does_not_spoil_the_next(make_way: MakeWay, start: Start) -> None:
+def test_a_meeting_that_failed_does_not_spoil_the_next(tmp_path: Path, start: Start) -> None:
     """Without a leader to remove it, a file kept the fault, and told it to the next crew."""
-    if make_way(0, 3).kind == "tcp":
-        pytest.skip("without a leader there is no store")
-    ways = [make_way(rank, 3) for rank in range(3)]
+    path = str(tmp_path / "meeting")
+    ways = [Way(kind="file", rank=rank, size=3, path=path) for rank in range(3)]
     messages = told(*[start(way, hello(way), BRIEF_S) for way in ways[1:]])
     assert messages[0] == messages[1]
     assert "still waits for rank 0 of 3." in messages[0]
@@ -309,6 +332,26 @@ def test_a_rank_that_withdrew_may_come_again(make_way: MakeWay, start: Start) ->
     last = start(ways[2], hello(ways[2]))
     rosters = [rank.result(LONG_S) for rank in (leader, again, last)]
     assert all([h.pid for h in roster] == [1000, 2, 1002] for roster in rosters)
+
+
+def test_one_loopback_among_several_machines(make_way: MakeWay, start: Start) -> None:
+    """The leader used to leave with the answer; the others then waited for a file that was gone."""
+    ways = [make_way(rank, 3) for rank in range(3)]
+    hellos = [hello(way) for way in ways]
+    hellos[1] = msgspec.structs.replace(hellos[1], machine="other", address="10.0.0.2")
+    messages = told(*[start(way, mine) for way, mine in zip(ways, hellos, strict=True)])
+    assert len(set(messages)) == 1
+    assert f"{hellos[0].who} would use 127.0.0.1" in messages[0]
+
+
+def test_a_shared_file_that_goes_away(tmp_path: Path, start: Start) -> None:
+    way = Way(kind="file", rank=1, size=2, path=str(tmp_path / "meeting"))
+    waiting = threading.Event()
+    rank = start(way, hello(way), LONG_S, lambda text: waiting.set())
+    assert waiting.wait(10)
+    Path(way.path).unlink()
+    (message,) = told(rank)
+    assert f"The leader at {way.place} left" in message
 
 
 def test_attempts_in_one_store_do_not_mix(start: Start) -> None:

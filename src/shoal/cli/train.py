@@ -9,8 +9,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
@@ -19,6 +17,7 @@ from shoal.launch.outcome import RankEnd, describe
 from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_torch
 from shoal.report import events
+from shoal.report.download_bar import DownloadBar
 from shoal.report.terminal import Terminal
 from shoal.settings import SYNCS, TrainSettings, cache_dir, threads_each
 from shoal.train.check import check
@@ -199,22 +198,8 @@ def _several(first: Way, workers: int) -> list[Way]:
 def _prepare_data(settings: TrainSettings) -> None:
     """Fetch what is missing once, here, and not in every rank."""
     data_dir = None if settings.data_dir is None else Path(settings.data_dir)
-    with Progress(
-        "{task.description}",
-        BarColumn(bar_width=32),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
-        tasks: dict[str, object] = {}
-
-        def progress(file: str, done: int, total: int | None) -> None:
-            if file not in tasks:
-                tasks[file] = bar.add_task(f"downloading {file}", total=total)
-            bar.update(tasks[file], completed=done, total=total)  # type: ignore[arg-type]
-
-        catalog.prepare(settings.data, data_dir, cache_dir(), progress)
+    with DownloadBar() as bar:
+        catalog.prepare(settings.data, data_dir, cache_dir(), bar.update)
 
 
 def _launch(

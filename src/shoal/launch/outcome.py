@@ -69,6 +69,6 @@ def is_consequence(stderr_tail: Sequence[str]) -> bool:
 def describe(end: RankEnd) -> str:
     """The paragraph that is shown once."""
     text = f"{end.who} {end.how}."
-    if end.message:
+    if end.message and not end.traceback:  # a traceback ends with it
         text += f"\n{end.message}"
     return text

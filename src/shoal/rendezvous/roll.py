@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from shoal import network
 from shoal.errors import MeetingError
 from shoal.rendezvous.store import POLL_S, Notify, close_store
 from shoal.rendezvous.ways import Way
@@ -96,7 +98,7 @@ def call_roll(
     except KeyboardInterrupt:
         roll.withdraw()
         raise
-    except dist.DistError as error:
+    except (dist.DistError, FileNotFoundError) as error:
         raise MeetingError(
             f"The leader at {way.place} left while {hello.who} was meeting it. "
             "Its own output says why."
@@ -144,6 +146,19 @@ def differences(mine: Hello, theirs: Hello) -> list[str]:
     return found
 
 
+def unreachable(roster: Iterable[Hello]) -> str | None:
+    """What is wrong with a crew of several machines of which one offers its loopback address."""
+    ranks = sorted(roster, key=lambda hello: hello.rank)
+    bound = [hello for hello in ranks if network.is_loopback(hello.address)]
+    if not bound or len({hello.machine for hello in ranks}) == 1:
+        return None
+    return (
+        f"The crew spans several machines, but {bound[0].who} would use {bound[0].address}, which "
+        f"no other machine can reach. On {bound[0].host}, give --interface, or put the leader's "
+        "network address into --init: its name may be mapped to 127.0.1.1 in /etc/hosts."
+    )
+
+
 class _Roll:
     def __init__(self, store: dist.Store, way: Way, hello: Hello) -> None:
         self.store = store
@@ -184,13 +199,21 @@ class _Roll:
         leader = self.hello.rank == 0
         # The leader gives up first, so that its sentence reaches the others before they give up.
         deadline = begun + timeout_s + (0 if leader else LINGER_S)
+        looked = begun
         while True:
+            if self.way.kind == "file":
+                Path(self.way.path).stat()  # torch would wait for a file that is gone
             if self.store.check(["fault"]):
                 self._fail(self.store.get("fault").decode())
-            self._read_hellos(everyone=leader)
+            look = leader or time.monotonic() - looked > 1  # the others, to say who is missing
+            looked = time.monotonic() if look else looked
+            self._read_hellos(everyone=look)
             if leader and len(self.seen) == self.way.size and self._still_here():
+                if text := unreachable(self.seen.values()):
+                    self._fail(self._publish(text))
                 self.store.set("go", "1")
             if self.store.check(["go"]):
+                self.seen = {self.hello.rank: self.hello}
                 self._read_hellos(everyone=True)
                 return [self.seen[rank] for rank in range(self.way.size)]
             waited = time.monotonic() - begun
@@ -222,11 +245,7 @@ class _Roll:
         return len(self.seen) == self.way.size
 
     def _missing(self) -> str:
-        if self.hello.rank != 0 and 0 in self.seen:
-            return f"the other ranks to reach {self.way.place}"
         missing = [str(r) for r in range(self.way.size) if r not in self.seen]
-        if self.hello.rank != 0:
-            missing = ["0"]
         return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {self.way.size}"
 
     def _give_up(self, timeout_s: float) -> NoReturn:

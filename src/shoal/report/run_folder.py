@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,15 +23,17 @@ from shoal.report.records import StepRecord, Summary
 
 
 def faults(out: str) -> list[str]:
-    """Whether run folders can be made in `out`, found by looking, before anything starts."""
+    """Whether run folders can be made in `out`, found by trying, before anything starts."""
     folder = Path(out).absolute()
     existing = folder
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
         return [f"--out {out}: {existing} is a file, not a folder."]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"--out {out}: {existing} is not writable for this user. Choose another folder."]
+    try:
+        Path(tempfile.mkdtemp(prefix=".shoal-", dir=existing)).rmdir()
+    except OSError as error:
+        return [f"--out {out}: no folder can be made in {existing} ({error.strerror})."]
     if shutil.disk_usage(existing).free == 0:
         return [f"--out {out}: the disk of {existing} is full. Free some space, or choose another."]
     return []

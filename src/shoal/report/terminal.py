@@ -162,6 +162,8 @@ class Terminal:
 
 
 def failure_text(event: events.Failed) -> str:
+    if event.is_consequence or event.traceback:
+        return event.message  # it says itself who lost whom; or a traceback stands above
     return f"rank {event.rank} ({event.host}): {event.message}"
 
 

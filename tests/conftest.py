@@ -1,0 +1,25 @@
+"""Fixtures that every folder of tests may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import Running
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process in a folder of its own; what still runs afterwards is killed."""
+    started: list[Running] = []
+
+    def begin(*argv: str, **environment: str) -> Running:
+        started.append(Running(tmp_path / f"process{len(started)}", argv, **environment))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.kill()

@@ -1,0 +1,44 @@
+"""Models that fail on purpose, for `--model broken_models:NAME`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import nn
+
+
+class Breaking(nn.Module):
+    """Fails in its fifth forward pass, on rank 1 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 5 and torch.distributed.get_rank() == 1:
+            self.fail()
+        return self.layer(x)
+
+    def fail(self) -> None:
+        raise ValueError("the fifth pass is too much")
+
+
+class Dying(Breaking):
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Freezing(Breaking):
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Diverging(Breaking):
+    """Gives what is not a number, on every rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * float("nan")

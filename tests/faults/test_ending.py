@@ -1,0 +1,210 @@
+"""How runs end: errors, kills, Ctrl-C. One message, the right exit code, nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from processes import PROMPT_S, SHOAL, Running, all_gone, until
+
+from shoal.network import reserve_port
+
+HERE = str(Path(__file__).parent)
+SMALL = ("--model", "residual-mlp", "--data", "sine", "--threads", "1")
+LONG = ("--epochs", "1000", "--batch-size", "64")
+
+
+def train(*options: str) -> tuple[str, ...]:
+    return (*SHOAL, "train", *SMALL, *options)
+
+
+# -- ranks that we started -------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_is_named_and_shown_once(start) -> None:
+    run = start(*train("--workers", "3", "--model", "broken_models:Breaking"), PYTHONPATH=HERE)
+    assert run.end() == 1
+    assert run.err.count("Traceback (most recent call last)") == 1
+    assert run.err.count("ValueError: the fifth pass is too much") == 1
+    assert f"rank 1 ({socket.gethostname()}, pid " in run.err
+    assert "exit code 1" in run.err
+    assert "rank 0" not in run.err  # the others only followed
+    assert "rank 2" not in run.err
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(start) -> None:
+    run = start(*train("--workers", "2", "--model", "broken_models:Dying"), PYTHONPATH=HERE)
+    assert run.end() == 1
+    assert "rank 1" in run.err
+    assert "killed by SIGKILL" in run.err
+    assert "Traceback" not in run.err
+
+
+def test_a_rank_that_freezes_is_named_after_the_timeout(start) -> None:
+    run = start(
+        *train("--workers", "2", "--model", "broken_models:Freezing", "--timeout", "4"),
+        PYTHONPATH=HERE,
+    )
+    run.until(lambda: run.family())
+    family = run.family()
+    assert run.end() == 1
+    assert "lost rank 1" in run.err
+    assert "no sign of life" in run.err
+    until(lambda: all_gone(family), "no process left")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_launcher_ends_all_ranks_at_once(start, signum: int) -> None:
+    run = start(*train("--workers", "3", *LONG))
+    run.until_says("1/1000")
+    family = run.family()
+    assert len(family) == 3
+    assert run.interrupt(signum) < PROMPT_S
+    assert run.process.returncode == 128 + signum
+    assert all_gone(family)
+    assert run.err == ""
+
+
+def test_ctrl_c_while_ranks_are_still_starting(start) -> None:
+    run = start(*train("--workers", "2", *LONG))
+    run.until(lambda: len(run.family()) == 2)
+    family = run.family()
+    assert run.interrupt() < PROMPT_S
+    assert run.process.returncode == 130
+    assert all_gone(family)
+    assert run.err == ""
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(start) -> None:
+    run = start(*train("--workers", "2", *LONG))
+    run.until_says("1/1000")
+    family = run.family()
+    run.process.kill()
+    until(lambda: all_gone(family), "the ranks are gone too", limit_s=10)
+
+
+def test_a_loss_that_is_not_a_number_does_not_break_the_records(start, tmp_path: Path) -> None:
+    run = start(
+        *train("--model", "broken_models:Diverging", "--epochs", "1", "--out", str(tmp_path)),
+        PYTHONPATH=HERE,
+    )
+    assert run.end() == 0, run.said
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    assert summary["epochs"][0]["train_loss"] is None
+    assert "smaller --lr" in run.out
+
+
+# -- ranks started by hand: no launcher to look after them -----------------------------------------
+
+
+def by_hand(start, *options: str) -> tuple[Running, Running]:
+    place = f"tcp://127.0.0.1:{reserve_port()}"
+    ranks = [
+        start(*train(*LONG, "--init", place, "--world-size", "2", "--rank", str(rank), *options))
+        for rank in range(2)
+    ]
+    ranks[0].until_says("1/1000")
+    return ranks[0], ranks[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_peer_is_named_by_the_survivor(start, victim: int) -> None:
+    ranks = by_hand(start, "--sync", "ring")
+    ranks[victim].process.kill()
+    survivor = ranks[1 - victim]
+    assert survivor.end(limit_s=20) == 1
+    assert f"lost rank {victim} ({socket.gethostname()}, pid {ranks[victim].process.pid})" in (
+        survivor.err
+    )
+    assert "Traceback" not in survivor.err
+
+
+@pytest.mark.parametrize("sync", ["all-reduce", "ddp"])
+def test_ctrl_c_on_one_machine_tells_the_other(start, sync: str) -> None:
+    ranks = by_hand(start, "--sync", sync)
+    assert ranks[1].interrupt() < PROMPT_S
+    assert ranks[1].process.returncode == 130
+    assert ranks[1].err == ""
+    assert ranks[0].end(limit_s=20) == 1
+    assert "lost rank 1" in ranks[0].err
+    assert "KeyboardInterrupt" in ranks[0].err
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+BLOCKED = """
+import sys, time, shoal
+with shoal.join() as crew:
+    print("joined", flush=True)
+    if crew.rank == 0:
+        crew.barrier()          # inside torch, where Python hears no signal
+    else:
+        time.sleep(600)
+"""
+
+FAILING = """
+import shoal
+with shoal.join() as crew:
+    if crew.rank == 1:
+        raise RuntimeError("rank 1 has had enough")
+    crew.barrier()
+"""
+
+
+def test_ctrl_c_reaches_a_script_that_is_blocked_inside_torch(start, tmp_path: Path) -> None:
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    port = str(reserve_port())
+    ranks = [
+        start(
+            SHOAL[0], str(script),
+            RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        rank.until_says("joined")
+    assert ranks[0].interrupt() < PROMPT_S
+    assert ranks[0].process.returncode == 130
+    ranks[1].kill()
+
+
+def test_a_failing_script_shows_one_traceback_and_its_code(start, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    run = start(*SHOAL, "run", "--workers", "3", str(script))
+    assert run.end() == 1
+    assert run.err.count("Traceback (most recent call last)") == 1
+    assert "[1]" in run.err
+    assert "rank 1 has had enough" in run.err
+    assert "shoal: rank 1 (" in run.err
+
+
+def test_ctrl_c_ends_a_blocked_script_under_run(start, tmp_path: Path) -> None:
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    run = start(*SHOAL, "run", "--workers", "2", str(script))
+    run.until(lambda: run.out.count("joined") == 2)
+    family = run.family()
+    assert run.interrupt() < PROMPT_S
+    assert run.process.returncode == 130
+    assert all_gone(family)
+    assert "Traceback" not in run.err
+
+
+def test_exit_codes_and_output_without_end_come_through(start, tmp_path: Path) -> None:
+    script = tmp_path / "talk.py"
+    script.write_text(
+        "import os, sys\n"
+        "sys.stdout.write('x' * 300_000)\n"
+        "sys.stderr.write('no end of line')\n"
+        "sys.exit(7 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    run = start(*SHOAL, "run", "--workers", "2", str(script))
+    assert run.end() == 7
+    assert run.out.count("x") == 600_000
+    assert run.err.count("no end of line") == 2
+    assert "rank 1" in run.err

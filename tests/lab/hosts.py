@@ -1,0 +1,93 @@
+"""Hosts for the tests: network namespaces of this machine, joined by a cable (a veth pair).
+
+    laptop                        desktop
+    eth0 10.77.0.1/24 ========== eth0 10.77.0.2/24        each with a loopback of its own
+
+To sockets, and so to gloo, these are two machines; they share the file system. Needs root and `ip`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine: a network namespace and a host name."""
+
+    namespace: str
+    name: str
+    address: str
+    interface: str = "eth0"
+
+    def command(self, *argv: str) -> list[str]:
+        """`argv` as it is run on this host; the process that results is `argv`'s own."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
+        return ["ip", "netns", "exec", self.namespace, *named, *argv]
+
+    def cut_off(self) -> None:
+        """Pull the cable out."""
+        _ip("-n", self.namespace, "link", "set", self.interface, "down")
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts here, or None."""
+    missing = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need {', '.join(missing)} (apt: iproute2, util-linux, hostname)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """`laptop` and `desktop`, gone again afterwards whatever happens."""
+    unique = f"shoal-{os.getpid()}-{next(_numbers)}"
+    laptop = Host(f"{unique}-a", "laptop", "10.77.0.1")
+    desktop = Host(f"{unique}-b", "desktop", "10.77.0.2")
+    with ExitStack() as stack:
+        for host in (laptop, desktop):
+            _ip("netns", "add", host.namespace)
+            stack.callback(_ip, "netns", "delete", host.namespace)  # takes its interfaces along
+        cable = ["type", "veth", "peer", "name", desktop.interface, "netns", desktop.namespace]
+        _ip("-n", laptop.namespace, "link", "add", laptop.interface, *cable)
+        for host in (laptop, desktop):
+            inside = ("-n", host.namespace)
+            _ip(*inside, "address", "add", f"{host.address}/24", "dev", host.interface)
+            _ip(*inside, "link", "set", host.interface, "up")
+            _ip(*inside, "link", "set", "lo", "up")
+        yield laptop, desktop
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Where anyone listens for TCP on the host that process `pid` runs on."""
+    found = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        local, state = line.split()[1], line.split()[3]
+        if state == "0A":
+            found.add(socket.inet_ntoa(struct.pack("=I", int(local.split(":")[0], 16))))
+    for line in Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]:
+        if line.split()[3] == "0A":
+            words = struct.pack("=4I", *struct.unpack(">4I", bytes.fromhex(line.split()[1][:32])))
+            found.add(socket.inet_ntop(socket.AF_INET6, words))
+    return found
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, timeout=20, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
