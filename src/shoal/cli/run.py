@@ -55,6 +55,7 @@ def run(
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         env.setdefault("OMP_NUM_THREADS", str(threads_each(workers)))
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings name nobody and nothing
         argv = [sys.executable, *(["-m"] if module else []), *command]
         commands.append(RankCommand(rank=rank, argv=argv, environment=env))
 

@@ -264,13 +264,13 @@ class _Roll:
                     f" {self.way.host} is {self.hello.address} on {self.hello.host}, which only "
                     "this machine can reach: look at /etc/hosts, or give the address itself."
                 )
-        self._fail(self._publish(text))
+        self._fail(self._publish(text), others_may_come=False)
 
     def _publish(self, text: str) -> str:
         """The fault that the crew fails by: this one, or the one that somebody found before."""
         return str(self.store.compare_set("fault", "", text).decode())
 
-    def _fail(self, text: str) -> NoReturn:
+    def _fail(self, text: str, others_may_come: bool = True) -> NoReturn:
         """Raise; but the first rank here, who holds the store, first lets the others read."""
         self.store.set(f"told/{self.hello.rank}", "1")
         present = [
@@ -280,8 +280,9 @@ class _Roll:
         ]
         if self.hello.rank == min(present):
             waiting = time.monotonic() + LINGER_S
+            listeners = range(self.way.size) if others_may_come else present
             while time.monotonic() < waiting and not all(
-                self.store.check([f"told/{rank}"]) for rank in present
+                self.store.check([f"told/{rank}"]) for rank in listeners
             ):
                 time.sleep(POLL_S)
             close_store(self.way, holder=True)

@@ -73,13 +73,15 @@ def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -
             return 0
         replica = replicate(model, crew, settings.sync)
         try:
-            _train(replica, data, crew, settings, emit)
+            train_and_keep(replica, data, crew, settings, emit)
         finally:
             replica.close()
     return 0
 
 
-def _train(model: Replica, data: Data, crew: Crew, settings: TrainSettings, emit: Emit) -> None:
+def train_and_keep(
+    model: Replica, data: Data, crew: Crew, settings: TrainSettings, emit: Emit
+) -> None:
     # From here on ranks may differ in chance (dropout), as samples do.
     torch.manual_seed(settings.seed + 1 + crew.rank)
     optimizer = build_optimizer(settings, model)
