@@ -16,6 +16,10 @@ import msgspec
 SYNCS = ("all-reduce", "central", "ring", "serial-ring", "ddp")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
+MAX_TIMEOUT_S = 1e9
+"""Thirty years. Clocks inside torch count nanoseconds and overflow at ten times that."""
+MAX_NAME_BYTES = 200
+"""A folder's name has at most 255, and ours begins with the time."""
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +75,7 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
     """Every fault that is visible in the values alone."""
     s = settings
     found = []
-    if num_replicas >= 1 and s.batch_size < num_replicas:
+    if 1 <= s.batch_size < num_replicas:
         found.append(
             f"--batch-size {s.batch_size}: the global batch is shared out over {num_replicas} "
             f"ranks, so it must be at least {num_replicas}."
@@ -90,13 +94,25 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
         found.append(f"--momentum {s.momentum}: must be at least 0 and below 1.")
     if not 0 <= s.seed < 2**63:
         found.append(f"--seed {s.seed}: must be between 0 and 2**63 - 1.")
-    if not (0 < s.timeout_s < float("inf")):
-        found.append(f"--timeout {s.timeout_s}: must be a positive number of seconds.")
+    if not (0 < s.timeout_s <= MAX_TIMEOUT_S):
+        found.append(
+            f"--timeout {s.timeout_s}: must be a positive number of seconds, {MAX_TIMEOUT_S:g} at "
+            "most."
+        )
     found += unknown("--sync", s.sync, SYNCS)
     found += unknown("--optimizer", s.optimizer, OPTIMIZERS)
     found += unknown("--device", s.device, DEVICES)
     if s.name is not None and (not s.name or s.name in (".", "..") or "/" in s.name):
         found.append(f"--name {s.name!r}: is part of a folder's name, so no '/' and not empty.")
+    elif s.name is not None and len(os.fsencode(s.name)) > MAX_NAME_BYTES:
+        found.append(
+            f"--name {s.name!r}: is part of a folder's name, so {MAX_NAME_BYTES} bytes at most; "
+            f"got {len(os.fsencode(s.name))}."
+        )
+    for field, value in msgspec.structs.asdict(s).items():
+        # Bytes of the command line that are no UTF-8 come as lone surrogates; JSON has none.
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            found.append(f"--{field.replace('_', '-')} {ascii(value)}: is not UTF-8 text.")
     return found
 
 

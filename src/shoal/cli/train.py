@@ -119,7 +119,7 @@ def train(
     ways = _plan(settings, workers, init, rank, world_size)
     _prepare_data(settings)
     quiet_torch()
-    with Terminal(as_json) as terminal:
+    with Terminal(as_json, quiet=not ways[0].speaks) as terminal:
         if len(ways) == 1 and workers is None:
             from shoal.train.rank import run_rank  # brings torch, which a launcher does not need
 

@@ -34,6 +34,8 @@ class Way:
     local_size: int = 1
     store_is_hosted: bool = False
     """torchrun's agent keeps the store: rank 0 must not listen, only connect."""
+    speaks: bool = True
+    """Whether this rank shows progress: of ranks whose output goes to one place, one does."""
     attempt: str = "0"
     """Keeps the keys of one attempt apart from the next in a store that outlives both."""
 
@@ -177,6 +179,7 @@ def _from_environment(env: Mapping[str, str]) -> Way:
         local_rank=local_rank or 0,
         local_size=local_size or 1,
         store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        speaks=not local_rank,
         attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
@@ -209,6 +212,7 @@ def _from_slurm(env: Mapping[str, str]) -> Way:
         port=port or 20_000 + (job + step) % 12_000,
         local_rank=local_rank or 0,
         local_size=first_count(env.get("SLURM_STEP_TASKS_PER_NODE", "1")),
+        speaks=rank == 0,
     )
 
 

@@ -19,18 +19,26 @@ HEADER = "  epoch   train loss   train acc   test acc   seconds   samples/s"
 
 
 class Terminal:
-    """Renders events. With `as_json`, standard output carries the summary and nothing else."""
+    """Renders events.
 
-    def __init__(self, as_json: bool = False) -> None:
+    With `as_json`, standard output carries the summary and nothing else. With `quiet`, only
+    failures are shown: another rank speaks for all.
+    """
+
+    def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
         self._as_json = as_json
+        self._quiet = quiet
         self._console = Console(stderr=as_json, highlight=False, soft_wrap=True)
         self._waiting = waiting_line(self._console.file)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self.verdict: events.Verified | None = None
-        self.summary: Summary | None = None
 
     def handle(self, event: events.Event) -> None:
+        if isinstance(event, events.Verified):
+            self.verdict = event
+        if self._quiet and not isinstance(event, events.Failed):
+            return
         match event:
             case events.Waiting(text=text):
                 self._waiting(text)
@@ -42,10 +50,8 @@ class Terminal:
                 self._hide_bar()
                 self._console.print(epoch_line(record, epochs))
             case events.Finished(summary=summary):
-                self.summary = summary
                 self._finished(summary)
             case events.Verified():
-                self.verdict = event
                 self._verified(event)
             case events.Failed():
                 self.failure(failure_text(event), event.traceback)
@@ -120,7 +126,9 @@ class Terminal:
             sys.stdout.flush()
             return
         self._console.print()
-        for line in summary_lines(summary):
+        result, *rest = summary_lines(summary)
+        self._console.print(Text(result, style="bold"))
+        for line in rest:
             self._console.print(line)
 
     def _verified(self, event: events.Verified) -> None:

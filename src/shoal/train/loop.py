@@ -16,8 +16,9 @@ from shoal.train.evaluate import evaluate
 from shoal.train.loader import Loader
 from shoal.train.task import Tally, loss_of, means
 
-OnStep = Callable[[StepRecord, int, int], None]
-"""A logged step, with its number within the epoch and how many the epoch has."""
+OnStep = Callable[[int, int, int], None]
+"""Every step: the epoch, the step within it, and how many it has."""
+OnLog = Callable[[StepRecord], None]
 OnEpoch = Callable[[EpochRecord], None]
 
 
@@ -28,6 +29,7 @@ def train(
     crew: Crew,
     settings: TrainSettings,
     on_step: OnStep,
+    on_log: OnLog,
     on_epoch: OnEpoch,
 ) -> list[EpochRecord]:
     """Train for the epochs asked for; records are the same on every rank."""
@@ -60,7 +62,8 @@ def train(
                     accuracy=seen.accuracy,
                     seconds=round(time.perf_counter() - begun, 4),
                 )
-                on_step(record, step, len(loader))
+                on_log(record)
+            on_step(epoch, step, len(loader))
         seconds = time.perf_counter() - epoch_begun
         trained = means(sums)
         tested = evaluate(model, data.test, crew)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import traceback
 from contextlib import ExitStack
 
@@ -31,6 +32,9 @@ from shoal.train.data.load import Data
 from shoal.train.loop import train
 from shoal.train.verify import verify
 from shoal.version import VERSION
+
+PROGRESS_S = 0.1
+"""Between two updates of the progress bar."""
 
 
 def run_rank(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -> int:
@@ -105,24 +109,36 @@ def train_and_keep(
             name = settings.name or settings.model.rpartition(":")[2]
             folder = stack.enter_context(RunFolder.create(settings.out, name, settings))
 
-        def on_step(record: StepRecord, step: int, steps: int) -> None:
+        last = StepRecord(epoch=1, step=0, loss=None, accuracy=None, seconds=0)
+        shown = 0.0
+
+        def on_log(record: StepRecord) -> None:
+            nonlocal last
+            last = record
             if folder is not None:
                 folder.log(record)
+
+        def on_step(epoch: int, step: int, steps: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if now - shown < PROGRESS_S and step < steps:
+                return
+            shown = now
             emit(
                 Progress(
-                    epoch=record.epoch,
+                    epoch=epoch,
                     epochs=settings.epochs,
                     step=step,
                     steps=steps,
-                    loss=record.loss,
-                    accuracy=record.accuracy,
+                    loss=last.loss,
+                    accuracy=last.accuracy,
                 )
             )
 
         def on_epoch(record: EpochRecord) -> None:
             emit(EpochDone(record=record, epochs=settings.epochs))
 
-        records = train(model, optimizer, data, crew, settings, on_step, on_epoch)
+        records = train(model, optimizer, data, crew, settings, on_step, on_log, on_epoch)
         summary = Summary(
             model=settings.model,
             data=settings.data,
