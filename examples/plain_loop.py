@@ -1,12 +1,12 @@
 """A plain PyTorch loop on one process or many.
 
-    python examples/plain_loop.py                         # alone
-    shoal run --workers 2 examples/plain_loop.py          # two ranks of this machine
-    torchrun --nproc-per-node 2 examples/plain_loop.py    # the same under torchrun
+python examples/plain_loop.py                         # alone
+shoal run --workers 2 examples/plain_loop.py          # two ranks of this machine
+torchrun --nproc-per-node 2 examples/plain_loop.py    # the same under torchrun
 
-    # two machines, one line on each
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=192.168.0.1 MASTER_PORT=23456 python examples/plain_loop.py
-    RANK=1 WORLD_SIZE=2 MASTER_ADDR=192.168.0.1 MASTER_PORT=23456 python examples/plain_loop.py
+# two machines, one line on each
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=192.168.0.1 MASTER_PORT=23456 python examples/plain_loop.py
+RANK=1 WORLD_SIZE=2 MASTER_ADDR=192.168.0.1 MASTER_PORT=23456 python examples/plain_loop.py
 """
 
 import torch

@@ -95,6 +95,12 @@ class Crew:
             keys = dist.PrefixStore(f"shoal/{way.attempt}/crew", store)
             return cls(way, roster, keys, chosen, timeout_s, resources.pop_all())
 
+    @property
+    def num_here(self) -> int:
+        """How many ranks are on this machine, however they were started."""
+        mine = self.roster[self.rank].machine
+        return sum(hello.machine == mine for hello in self.roster)
+
     # -- collectives, each bounded by the timeout and naming whom it lost --------------------------
 
     def barrier(self) -> None:

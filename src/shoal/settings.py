@@ -59,9 +59,11 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Do not train: compare a few steps with one process."""
     timeout_s: float = 300.0
     """The longest wait for another rank, when meeting and in any step."""
+    debug: bool = False
+    """Show tracebacks of shoal's own errors too."""
 
 
-LOCAL_FIELDS = frozenset({"data_dir", "device", "threads", "out", "name", "timeout_s"})
+LOCAL_FIELDS = frozenset({"data_dir", "device", "threads", "out", "name", "timeout_s", "debug"})
 """Settings that each host may choose for itself. All others must be equal on every rank."""
 
 
@@ -112,7 +114,7 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
     for field, value in msgspec.structs.asdict(s).items():
         # Bytes of the command line that are no UTF-8 come as lone surrogates; JSON has none.
         if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-            found.append(f"--{field.replace('_', '-')} {ascii(value)}: is not UTF-8 text.")
+            found.append(f"--{field.replace('_', '-')} {value!a}: is not UTF-8 text.")
     return found
 
 
@@ -121,7 +123,7 @@ def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:
     known = list(known)
     if value in known:
         return []
-    near = difflib.get_close_matches(value, known, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(value, known, n=2, cutoff=0.6)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return [f"{option} {value}: unknown.{hint} Known: {', '.join(known)}."]
 

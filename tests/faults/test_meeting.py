@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,11 @@ import pytest
 from processes import ENOUGH_S, PROMPT_S, SHOAL, Running
 
 from shoal.network import interfaces, reserve_port
+from shoal.rendezvous.roll import Fingerprint, call_roll, make_hello
+from shoal.rendezvous.store import open_store
+from shoal.rendezvous.ways import find_way
+from shoal.settings import TrainSettings, shared_settings
+from shoal.version import VERSION
 
 TRAIN = ["train", "--model", "residual-mlp", "--data", "sine", "--epochs", "1"]
 TRAIN += ["--batch-size", "1024", "--threads", "1"]
@@ -49,12 +54,13 @@ def at(place: str, rank: int, size: int = 2) -> list[str]:
     return ["--init", place, "--rank", str(rank), "--world-size", str(size)]
 
 
-def listens_on(rank: Running) -> set[str]:
-    return {
+def listeners(rank: Running) -> list[str]:
+    """The address of each listening socket."""
+    return [
         c.laddr.ip
         for c in psutil.Process(rank.process.pid).net_connections("tcp")
         if c.status == psutil.CONN_LISTEN
-    }
+    ]
 
 
 def why(rank: Running, limit_s: float = ENOUGH_S) -> str:
@@ -87,7 +93,7 @@ def test_by_tcp(train: Train, place: str) -> None:
     """The leader listens on the one address, says whom it waits for, and trains with them."""
     leader = train(*at(place, 0), "--json")
     leader.until_says("waiting for")
-    assert listens_on(leader) == {"127.0.0.1"}
+    assert set(listeners(leader)) == {"127.0.0.1"}
     assert re.search(r"waiting for rank 1 of 2, \d+ s", leader.err)
     other = train(*at(place, 1))
     assert_trained(leader, other)
@@ -101,9 +107,9 @@ def test_by_an_ipv6_address(train: Train) -> None:
         pytest.skip("this host has no IPv6 loopback address")
     place = f"tcp://[::1]:{reserve_port()}"
     ranks = [train(*at(place, rank)) for rank in range(2)]
-    ranks[0].until(lambda: listens_on(ranks[0]))
-    assert "::1" in listens_on(ranks[0])
-    assert not listens_on(ranks[0]) & {"::", "0.0.0.0"}
+    ranks[0].until(lambda: listeners(ranks[0]))
+    assert "::1" in listeners(ranks[0])
+    assert not set(listeners(ranks[0])) & {"::", "0.0.0.0"}
     assert_trained(*ranks)
 
 
@@ -128,7 +134,7 @@ def test_under_torchrun(train: Train) -> None:
     program = (*torchrun, "--master-port", str(reserve_port()), "-m", "shoal")
     both = train(program=program, OMP_NUM_THREADS="1")
     assert both.end() == 0, both.said
-    assert both.out.count("2 replicas") == 2
+    assert both.out.count("2 replicas") == 1, "one rank speaks for both"
 
 
 def test_under_slurm(train: Train) -> None:
@@ -141,7 +147,9 @@ def test_under_slurm(train: Train) -> None:
     ranks = [
         train(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **variables) for rank in range(2)
     ]
-    assert_trained(*ranks)
+    assert_trained(ranks[0])
+    assert ranks[1].end() == 0
+    assert ranks[1].said == "", "srun shows every task's output: one rank speaks for all"
 
 
 # -- who came --------------------------------------------------------------------------------------
@@ -159,7 +167,7 @@ def test_two_processes_with_one_rank(train: Train, place: str) -> None:
 
 def test_two_leaders(train: Train, place: str) -> None:
     first = train(*at(place, 0))
-    first.until(lambda: listens_on(first))
+    first.until(lambda: listeners(first))
     second = train(*at(place, 0))
     assert why(first) == why(second)
     assert "Two processes want to be rank 0" in why(second)
@@ -335,6 +343,41 @@ def test_ctrl_c_while_waiting(train: Train, place: str) -> None:
         rank.until_says("waiting for")
     for rank in (follower, lonely, leader):
         press_ctrl_c(rank)
+
+
+@pytest.fixture
+def ghost(place: str) -> Iterator[Callable[[], None]]:
+    """A rank 1 that answers to the roll and then does nothing more: as if frozen."""
+    way = find_way(place, 1, 2, {})
+    settings = TrainSettings(model="residual-mlp", data="sine", epochs=1, batch_size=1024)
+    mine = Fingerprint(shoal=VERSION, settings=shared_settings(settings))
+    stores = []
+
+    def appear() -> None:
+        stores.append(open_store(way, None, ENOUGH_S, lambda text: None))
+        hello = make_hello(way, "127.0.0.1", "cpu", mine)
+        call_roll(stores[0], way, hello, ENOUGH_S, lambda text: None)
+
+    yield appear
+    stores.clear()
+
+
+def test_ctrl_c_while_torch_connects(train: Train, place: str, ghost: Callable[[], None]) -> None:
+    """Then the main thread is inside torch, which does not look up."""
+    leader = train(*at(place, 0))
+    ghost()
+    leader.until(lambda: len(listeners(leader)) > 1)  # the store's, and now gloo's
+    press_ctrl_c(leader)
+
+
+def test_a_rank_that_freezes_after_the_roll(
+    train: Train, place: str, ghost: Callable[[], None]
+) -> None:
+    leader = train(*at(place, 0), timeout_s=5)
+    ghost()
+    reason = why(leader, 5 + LEFT_S)
+    assert "All ranks met, but torch could not connect each with each" in reason
+    assert f"rank 1 ({socket.gethostname()}, pid {os.getpid()}) at 127.0.0.1" in reason
 
 
 def test_ctrl_c_at_a_shared_file_leaves_it_usable(train: Train, tmp_path: Path) -> None:

@@ -28,8 +28,13 @@ c = ctypes.CDLL(None)
 mutex, condition = ctypes.create_string_buffer(128), ctypes.create_string_buffer(128)
 c.pthread_mutex_lock(mutex)
 
-def block():
+def announce():
+    c.pthread_mutex_lock(mutex)  # succeeds once the main thread waits, and not before
+    c.pthread_mutex_unlock(mutex)
     print("ready", flush=True)
+
+def block():
+    threading.Thread(target=announce, daemon=True).start()
     while True:
         c.pthread_cond_wait(condition, mutex)
 """

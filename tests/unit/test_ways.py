@@ -101,6 +101,15 @@ def test_slurm() -> None:
     assert find_way(environment=next_step).port != way.port, "two steps of a job do not meet"
 
 
+def test_one_rank_speaks_where_the_output_of_several_comes_together() -> None:
+    local = {**ENV, "LOCAL_WORLD_SIZE": "2"}
+    assert find_way(environment={**local, "LOCAL_RANK": "0"}).speaks
+    assert not find_way(environment={**local, "LOCAL_RANK": "1"}).speaks
+    assert not find_way(environment=SLURM).speaks
+    assert find_way(environment={**SLURM, "SLURM_PROCID": "0"}).speaks
+    assert find_way("tcp://desktop:1", 1, 2, {}).speaks, "typed: a terminal of its own"
+
+
 def test_slurm_with_an_address_of_the_users_own() -> None:
     way = find_way(environment={**SLURM, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"})
     assert (way.host, way.port) == ("10.0.0.7", 4000)
@@ -276,14 +285,16 @@ def test_slurm_without_a_node() -> None:
 def test_variables_send_a_process_on_the_same_way(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 64), label="size")
     local_size = data.draw(st.integers(1, size), label="local size")
+    local_rank = data.draw(st.integers(0, local_size - 1), label="local rank")
     way = Way(
         kind="tcp",
         rank=data.draw(st.integers(0, size - 1), label="rank"),
         size=size,
         host=data.draw(st.sampled_from(["127.0.0.1", "desktop", "fd00::2"]), label="host"),
         port=data.draw(st.integers(1, 65535), label="port"),
-        local_rank=data.draw(st.integers(0, local_size - 1), label="local rank"),
+        local_rank=local_rank,
         local_size=local_size,
+        speaks=local_rank == 0,
     )
     variables = variables_of(way)
     assert find_way(environment=variables) == way

@@ -9,7 +9,7 @@ import typer
 
 from shoal.cli.run import run
 from shoal.cli.train import train
-from shoal.errors import EXIT_INTERRUPTED, SettingsError, ShoalError
+from shoal.errors import SettingsError, ShoalError
 from shoal.version import VERSION
 
 app = typer.Typer(
@@ -54,5 +54,3 @@ def main() -> None:
             raise
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)

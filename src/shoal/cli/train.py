@@ -18,7 +18,7 @@ from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_torch
 from shoal.report import events
 from shoal.report.download_bar import DownloadBar
-from shoal.report.terminal import Terminal
+from shoal.report.terminal import Terminal, own_stdout
 from shoal.settings import SYNCS, TrainSettings, cache_dir, threads_each
 from shoal.train.check import check
 from shoal.train.data import catalog
@@ -115,19 +115,22 @@ def train(
         log_every=log_every,
         verify=verify,
         timeout_s=timeout,
+        debug=debug,
     )
-    ways = _plan(settings, workers, init, rank, world_size)
-    _prepare_data(settings)
-    quiet_torch()
-    with Terminal(as_json, quiet=not ways[0].speaks) as terminal:
-        if len(ways) == 1 and workers is None:
-            from shoal.train.rank import run_rank  # brings torch, which a launcher does not need
+    with own_stdout(reserve=as_json) as stdout:
+        ways = _plan(settings, workers, init, rank, world_size)
+        _prepare_data(settings)
+        quiet_torch()
+        with Terminal(as_json, quiet=not ways[0].speaks, out=stdout) as terminal:
+            if len(ways) == 1 and workers is None:
+                # Brings torch, which a launcher does not need.
+                from shoal.train.rank import run_rank
 
-            code = run_rank(settings, ways[0], interface, terminal.handle)
-        else:
-            code = _launch(settings, ways, interface, terminal)
-        if terminal.verdict is not None and not terminal.verdict.passed:
-            code = EXIT_FAILED
+                code = run_rank(settings, ways[0], interface, terminal.handle)
+            else:
+                code = _launch(settings, ways, interface, terminal)
+            if terminal.verdict is not None and not terminal.verdict.passed:
+                code = EXIT_FAILED
     raise typer.Exit(code)
 
 
@@ -160,7 +163,7 @@ def _plan(
     except SettingsError as error:
         faults += error.faults
     num_replicas = ways[0].size if ways else (world_size or workers or 1)
-    faults += check(settings, num_replicas)
+    faults += check(settings, num_replicas, keeps_folder=not ways or ways[0].rank == 0)
     if faults:
         raise SettingsError(faults)
     return ways

@@ -67,7 +67,8 @@ class _Rank:
     process: subprocess.Popen[bytes]
     events: IO[bytes]
     lines: dict[str, Lines] = field(
-        default_factory=lambda: {"stdout": Lines(), "stderr": Lines(), "events": Lines()}
+        # An event is whole or useless: that of a long run's end has a record for every epoch.
+        default_factory=lambda: {"stdout": Lines(), "stderr": Lines(), "events": Lines(None)}
     )
     said: RankEnd | None = None
     held: list[str] = field(default_factory=list)

@@ -12,22 +12,24 @@ TAIL_LINES = 40
 class Lines:
     """Cuts a stream of bytes into lines, and remembers the last ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int | None = MAX_LINE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._rest = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Lines that are complete now. A line without an end is cut at 64 KiB."""
-        self._rest += data
-        while True:
-            end = self._rest.find(b"\n")
-            if end < 0 and len(self._rest) < MAX_LINE_BYTES:
-                return
-            if end < 0 or end > MAX_LINE_BYTES:
-                line, self._rest = self._rest[:MAX_LINE_BYTES], self._rest[MAX_LINE_BYTES:]
-            else:
-                line, self._rest = self._rest[:end], self._rest[end + 1 :]
-            yield self._keep(line)
+        """Lines that are complete now. One longer than the limit comes in several pieces."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            for piece in self._cut(line):
+                yield self._keep(piece)
+        *pieces, self._rest = self._cut(self._rest)
+        for piece in pieces:
+            yield self._keep(piece)
+
+    def _cut(self, line: bytes) -> list[bytes]:
+        step = self._max_bytes or len(line) or 1
+        return [line[start : start + step] for start in range(0, len(line) or 1, step)]
 
     def finish(self) -> Iterator[str]:
         """What was left without an end."""

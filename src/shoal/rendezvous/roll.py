@@ -165,11 +165,13 @@ class _Roll:
         self.way = way
         self.hello = hello
         self.seen = {hello.rank: hello}
+        self.entered = False
 
     def enter(self) -> None:
         mine = msgspec.json.encode(self.hello)
         there = self.store.compare_set(f"hello/{self.hello.rank}", "", mine.decode())
-        if there == mine:
+        self.entered = there == mine
+        if self.entered:
             return
         other = read_hello(there, self.hello.rank, self.way.place)
         met = self.store.check(["go"])
@@ -190,7 +192,7 @@ class _Roll:
     def withdraw(self) -> None:
         """Leave before the crew has met, so that this rank can be started again."""
         try:
-            if not self.store.check(["go"]):
+            if self.entered and not self.store.check(["go"]):
                 self.store.delete_key(f"hello/{self.hello.rank}")
         except dist.DistError:
             return  # the leader is gone, and the list with it

@@ -105,12 +105,12 @@ def _crew_at(address: str, way: Way) -> dist.Store | None:
     """The store of the crew that listens at `address`, if that is what listens there."""
 
     def look() -> dist.Store | None:
-        brief = timedelta(seconds=1)
+        brief = timedelta(seconds=0.5)
         store = dist.TCPStore(address, way.port, None, False, timeout=brief, wait_for_workers=False)
         return store if store.check([f"shoal/{way.attempt}/hello/0"]) else None
 
     try:
-        return _bounded(look, 1.5, "no answer")
+        return _bounded(look, 2.5, "no answer")
     except (MeetingError, RuntimeError):
         return None
 
@@ -172,17 +172,17 @@ def _connect(way: Way, timeout_s: float, notify: Notify) -> dist.Store:
             way.port,
             None,
             False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=limit_s / 2),
             wait_for_workers=False,
         )
 
     limit_s = min(15.0, timeout_s)
     stranger = (
-        f"Something listens at {way.host}:{way.port}, but it is not the leader of a crew (no answer"
-        f" within {limit_s:g} s). Is another program using port {way.port}?"
+        f"Something listens at {way.host}:{way.port}, but it is not the leader of a crew. "
+        f"Is another program using port {way.port}?"
     )
     try:
-        return _bounded(connect, limit_s, stranger)
+        return _bounded(connect, limit_s + 1, stranger)
     except RuntimeError as error:  # torch's DistError family
         raise MeetingError(f"{stranger} ({str(error).splitlines()[0]})") from error
 
@@ -196,7 +196,11 @@ def _why_unreachable(error: OSError) -> str:
 
 
 def _bounded(call: Callable[[], T], limit_s: float, message: str) -> T:
-    """Run a call that may never return on a thread that nobody has to wait for."""
+    """Run a call that may never return on a thread that nobody has to wait for.
+
+    A call with a timeout of its own needs a much shorter one: a thread that comes back from C++
+    while Python is shutting down aborts the process.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 

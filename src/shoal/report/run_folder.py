@@ -24,13 +24,12 @@ from shoal.report.records import StepRecord, Summary
 
 def faults(out: str) -> list[str]:
     """Whether run folders can be made in `out`, found by trying, before anything starts."""
-    folder = Path(out).absolute()
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        return [f"--out {out}: {existing} is a file, not a folder."]
+    existing = Path(out).absolute()
     try:
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            return [f"--out {out}: {existing} is a file, not a folder."]
         Path(tempfile.mkdtemp(prefix=".shoal-", dir=existing)).rmdir()
     except OSError as error:
         return [f"--out {out}: no folder can be made in {existing} ({error.strerror})."]
@@ -64,8 +63,15 @@ class RunFolder:
         return folder
 
     def log(self, record: StepRecord) -> None:
+        line = msgspec.json.encode(record) + b"\n"
         with _storage_errors(self.path / "metrics.jsonl"):
-            self._metrics.write(msgspec.json.encode(record) + b"\n")
+            whole = self._metrics.tell()
+            try:
+                while line:  # a disk that fills up takes a part, and raises only the next time
+                    line = line[self._metrics.write(line) :]
+            except OSError:
+                self._metrics.truncate(whole)
+                raise
 
     def finish(self, summary: Summary) -> None:
         self.write("summary.json", _pretty(summary))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import msgspec
 from rich.console import Console
@@ -22,13 +25,16 @@ class Terminal:
     """Renders events.
 
     With `as_json`, standard output carries the summary and nothing else. With `quiet`, only
-    failures are shown: another rank speaks for all.
+    failures are shown: another rank speaks for all. `out` stands for standard output.
     """
 
-    def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, as_json: bool = False, quiet: bool = False, out: IO[str] | None = None
+    ) -> None:
         self._as_json = as_json
         self._quiet = quiet
-        self._console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self._out = out
+        self._console = _console(stderr=as_json)
         self._waiting = waiting_line(self._console.file)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -66,7 +72,7 @@ class Terminal:
     def failure(self, text: str, traceback: str = "") -> None:
         """An error, on standard error, after whatever else was shown."""
         self.close()
-        err = Console(stderr=True, highlight=False, soft_wrap=True)
+        err = _console(stderr=True)
         if traceback:
             err.print(Text(traceback.rstrip()))
         first, _, rest = text.partition("\n")
@@ -122,8 +128,7 @@ class Terminal:
     def _finished(self, summary: Summary) -> None:
         self._hide_bar()
         if self._as_json:
-            sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
-            sys.stdout.flush()
+            self._print_json(summary)
             return
         self._console.print()
         result, *rest = summary_lines(summary)
@@ -131,12 +136,21 @@ class Terminal:
         for line in rest:
             self._console.print(line)
 
+    def _print_json(self, value: msgspec.Struct) -> None:
+        out = self._out or sys.stdout
+        out.write(msgspec.json.encode(value).decode() + "\n")
+        out.flush()
+
     def _verified(self, event: events.Verified) -> None:
         self._hide_bar()
+        if self._as_json:
+            self._print_json(event)
+            return
         difference = event.largest_difference
         style = "bold green" if event.passed else "bold red"
         self._console.print(
-            f"{event.replicas} ranks, sync {event.sync}, against one process: "
+            f"{event.replicas} rank{'s' if event.replicas > 1 else ''}, sync {event.sync}, against "
+            f"one process: "
             f"{event.steps} steps on the same global batches, {event.dtype}."
         )
         for note in event.notes:
@@ -169,6 +183,31 @@ class Terminal:
         self.close()
 
 
+@contextmanager
+def own_stdout(reserve: bool) -> Iterator[IO[str]]:
+    """Standard output; with `reserve`, for the caller alone.
+
+    What others print meanwhile (a user's model, native code, a child) goes to standard error.
+    """
+    if not reserve:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        try:
+            yield out
+        finally:
+            sys.stdout.flush()
+            out.flush()
+            os.dup2(out.fileno(), 1)
+
+
+def _console(stderr: bool) -> Console:
+    """Plain: square brackets and colons in a name are the user's own, not markup."""
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
 def failure_text(event: events.Failed) -> str:
     if event.is_consequence or event.traceback:
         return event.message  # it says itself who lost whom; or a traceback stands above
@@ -191,7 +230,7 @@ def summary_lines(summary: Summary) -> list[str]:
         if last.test_accuracy is not None
         else f"test loss {_number(last.test_loss)}"
     )
-    rate = sum(e.samples_per_second for e in summary.epochs) / len(summary.epochs)
+    rate = sum(e.samples_per_second * e.seconds for e in summary.epochs) / seconds
     lines = [
         f"{result} after {len(summary.epochs)} epoch{'s' if len(summary.epochs) > 1 else ''}, "
         f"{seconds:.1f} s of training, {rate:,.0f} samples/s"

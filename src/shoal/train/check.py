@@ -15,8 +15,11 @@ from shoal.train.factory import factory_faults, is_factory
 from shoal.train.models.catalog import MODELS
 
 
-def check(settings: TrainSettings, num_replicas: int) -> list[str]:
-    """All faults of a run of `num_replicas` ranks on this host."""
+def check(settings: TrainSettings, num_replicas: int, keeps_folder: bool = True) -> list[str]:
+    """All faults of a run of `num_replicas` ranks, as far as this host can see them.
+
+    keeps_folder: rank 0 is on this host, and with it the run folder.
+    """
     found = values.faults(settings, num_replicas)
     if is_factory(settings.model):
         found += factory_faults("--model", settings.model)
@@ -31,7 +34,7 @@ def check(settings: TrainSettings, num_replicas: int) -> list[str]:
         data_dir = Path(settings.data_dir) if settings.data_dir is not None else None
         found += catalog.faults(settings.data, data_dir, values.cache_dir())
     found += _fit(settings)
-    if not settings.verify:
+    if keeps_folder and not settings.verify:
         found += run_folder.faults(settings.out)
     return found
 

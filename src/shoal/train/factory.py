@@ -36,7 +36,7 @@ def factory_faults(option: str, name: str) -> list[str]:
     """Import it now, so that a typo is found before any rank is started."""
     try:
         find_factory(name)
-    except Exception as error:  # the user's module may raise anything at all
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at all
         reason = str(error) or type(error).__name__
         if not isinstance(error, ImportError):
             reason = f"importing it raised {type(error).__name__}: {error}"

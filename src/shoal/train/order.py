@@ -12,5 +12,5 @@ import numpy.typing as npt
 
 def sample_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation. Made from raw bits and a stable sort, which no numpy release may change."""
-    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     return np.argsort(bits.random_raw(num_samples), kind="stable")

@@ -52,7 +52,7 @@ def run_rank(settings: TrainSettings, way: Way, interface: str | None, emit: Emi
                 host=socket.gethostname(),
                 kind=type(error).__name__,
                 message=str(error) or type(error).__name__,
-                traceback="" if known else traceback.format_exc(),
+                traceback=traceback.format_exc() if settings.debug or not known else "",
                 exit_code=code,
                 is_consequence=isinstance(error, PeerLost),
             )
@@ -61,7 +61,6 @@ def run_rank(settings: TrainSettings, way: Way, interface: str | None, emit: Emi
 
 
 def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -> int:
-    torch.set_num_threads(settings.threads or threads_each(way.local_size))
     with Crew.open(
         way,
         fingerprint=Fingerprint(shoal=VERSION, settings=shared_settings(settings)),
@@ -70,6 +69,7 @@ def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -
         timeout_s=settings.timeout_s,
         notify=lambda text: emit(Waiting(text=text)),
     ) as crew:
+        torch.set_num_threads(settings.threads or threads_each(crew.num_here))
         data = build_data(settings)
         model = build_model(settings)
         if settings.verify:

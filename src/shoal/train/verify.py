@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
 from shoal.crew import Crew
 from shoal.layout import Share
@@ -87,7 +87,7 @@ def _hold_still(model: nn.Module) -> list[str]:
 
 
 def _runs_in_double(model: nn.Module, samples: Subset[Any]) -> bool:
-    x = samples[0][0].unsqueeze(0)
+    x = default_collate([samples[0]])[0]  # as the loader gives it, whatever a sample holds
     trial = copy.deepcopy(model).double()
     try:
         with torch.no_grad():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import DataError
+from shoal.settings import unknown
 from shoal.train.data import obtain, sources
 from shoal.train.data.download import Progress
 
@@ -34,13 +34,8 @@ NAMES = tuple(ENTRIES)
 
 def entry(name: str) -> Entry:
     """The data set of this name; DataError, with names that are near, if there is none."""
-    if name not in ENTRIES:
-        near = difflib.get_close_matches(name, NAMES, n=2, cutoff=0.6)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise DataError(
-            f"data {name!r} is not known.{hint} There are {', '.join(NAMES)}, and "
-            "package.module:factory for data of your own."
-        )
+    for fault in unknown("--data", name, NAMES):
+        raise DataError(fault.removesuffix(".") + ", or package.module:factory of your own.")
     return ENTRIES[name]
 
 

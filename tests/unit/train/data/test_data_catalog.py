@@ -70,7 +70,7 @@ def test_a_factory_is_judged_elsewhere(tmp_path: Path) -> None:
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
     name, folder = catalog.faults("minst", tmp_path / "nowhere", tmp_path)
-    assert "not known" in name
+    assert "unknown" in name
     assert "there is no such folder" in folder
     (fault,) = catalog.faults("mnist", tmp_path / "nowhere", tmp_path)
     assert "there is no such folder" in fault

@@ -1,0 +1,82 @@
+"""Lines out of bytes: the same ones however the bytes are cut, and never too long."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shoal.launch.output import MAX_LINE_BYTES, TAIL_LINES, Lines
+
+pieces = st.lists(st.sampled_from([b"\n", b"\r", b"a", b"bc", "é".encode(), b"\xff", b"\x00"]))
+long_pieces = st.lists(
+    st.one_of(
+        st.sampled_from([b"\n", b"\r\n", b"y"]),
+        st.integers(-2, 2).map(lambda more: b"x" * (MAX_LINE_BYTES + more)),
+    ),
+    max_size=6,
+)
+
+
+def lines_of(parts: list[bytes], max_bytes: int | None = MAX_LINE_BYTES) -> list[str]:
+    lines = Lines(max_bytes)
+    return [line for part in parts for line in lines.feed(part)] + list(lines.finish())
+
+
+@given(pieces)
+def test_any_cut_gives_the_same_lines(parts: list[bytes]) -> None:
+    whole = b"".join(parts)
+    expected = [
+        line.rstrip(b"\r").decode(errors="replace")
+        for line in whole.removesuffix(b"\n").split(b"\n")
+    ]
+    expected = expected if whole else []
+    assert lines_of([whole]) == expected
+    assert lines_of(parts) == expected
+    assert lines_of([whole[i : i + 1] for i in range(len(whole))]) == expected
+
+
+@given(long_pieces)
+@example([b"x" * MAX_LINE_BYTES, b"\n"])
+@example([b"x" * MAX_LINE_BYTES, b"x" * MAX_LINE_BYTES, b"\n", b"y"])
+def test_any_cut_of_long_lines_gives_the_same_lines(parts: list[bytes]) -> None:
+    """Once, a line of exactly the limit got an empty one after it, if its end came later."""
+    whole = lines_of([b"".join(parts)])
+    assert lines_of(parts) == whole
+    assert all(len(line) <= MAX_LINE_BYTES for line in whole)
+    kept = "".join(whole)
+    assert kept.count("x") == sum(part.count(b"x") for part in parts), "nothing is lost"
+
+
+def test_long_lines_are_cut_at_64_kib() -> None:
+    assert MAX_LINE_BYTES == 64 * 1024
+    assert [len(line) for line in lines_of([b"x" * 65_537 + b"\n"])] == [65_536, 1]
+    assert [len(line) for line in lines_of([b"x" * 65_536 + b"\n"])] == [65_536]
+
+
+def test_a_line_without_an_end_does_not_wait_for_it() -> None:
+    """A rank that writes dots for an hour must not fill the launcher's memory."""
+    lines = Lines()
+    shown = sum(len(line) for _ in range(100) for line in lines.feed(b"." * 10_000))
+    assert shown > 1_000_000 - 2 * MAX_LINE_BYTES
+
+
+def test_without_a_limit_lines_stay_whole() -> None:
+    assert [len(line) for line in lines_of([b"x" * 200_000, b"x\n"], None)] == [200_001]
+
+
+def test_empty_lines_are_lines() -> None:
+    assert lines_of([b"\n\na\n\n"]) == ["", "", "a", ""]
+
+
+def test_finishing_twice_gives_nothing_more() -> None:
+    lines = Lines()
+    assert list(lines.feed(b"a")) == []
+    assert list(lines.finish()) == ["a"]
+    assert list(lines.finish()) == []
+
+
+def test_the_last_lines_are_remembered() -> None:
+    lines = Lines()
+    for number in range(100):
+        list(lines.feed(f"{number}\n".encode()))
+    assert list(lines.tail) == [str(n) for n in range(100 - TAIL_LINES, 100)]
