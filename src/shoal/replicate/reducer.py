@@ -18,8 +18,18 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import SyncError
-from shoal.replicate.buckets import Bucket, Packable, Parameter, plan_buckets
+from shoal.replicate.buckets import (
+    Bucket,
+    LoneBucket,
+    Packable,
+    PackedBucket,
+    Parameter,
+    plan_buckets,
+)
 from shoal.replicate.sync import Pending, Sync
+
+LONE_BYTES = 2**20
+"""A gradient of this size or more is averaged where it lies, and not packed with others."""
 
 
 class Reducer:
@@ -39,11 +49,19 @@ class Reducer:
                 for p in parameters
             ],
             bucket_bytes,
+            min(bucket_bytes, LONE_BYTES),
         )
-        self.buckets = [
-            Bucket([parameters[i] for i in indices], buffer_device or parameters[indices[0]].device)
-            for indices in plan
-        ]
+        self.buckets: list[Bucket] = []
+        for planned in plan:
+            members = [parameters[i] for i in planned.indices]
+            kin = members[0] if members else parameters[0]
+            device = buffer_device or kin.device
+            if planned.is_packed:
+                num_flags = len(parameters) if planned is plan[-1] else 0
+                self._last = PackedBucket(members, kin.dtype, device, num_flags)
+                self.buckets.append(self._last)
+            else:
+                self.buckets.append(LoneBucket(kin, device))
         self.paused = False
         self.is_stand_in = False
         """This rank has no sample in the batch at hand, and works on one of weight zero."""
@@ -93,19 +111,31 @@ class Reducer:
             bucket = self.buckets[len(self._pending)]
             if bucket.num_missing:
                 break
-            self._pending.append(self._sync.start(bucket.buffer))
+            if bucket is self._last:  # all others are full by now, so all flags are known
+                self._last.flags.copy_(torch.tensor(self._used_here(), dtype=torch.float32))
+            self._pending.append(self._sync.start(bucket.payload()))
+
+    def _used_here(self) -> list[bool]:
+        return [bool(has) for bucket in self.buckets for has in bucket.has_gradient]
 
     def _finish(self) -> None:
         for bucket in self.buckets[len(self._pending) :]:
             with torch.no_grad():
                 bucket.fill_rest(self._scale, self.is_stand_in)
-        self._start_full_buckets()
+        with torch.no_grad():
+            self._start_full_buckets()
         for pending in self.before_finish:
             pending.wait()
-        for pending, bucket in zip(self._pending, self.buckets, strict=True):
-            with self._guard():
+        with self._guard():
+            for pending in self._pending:
                 pending.wait()
-            bucket.hand_out()
+        used_here = self._used_here()
+        used = used_here if all(used_here) else self._last.flags.ne(0).tolist()
+        number = 0
+        for bucket in self.buckets:
+            count = len(bucket.parameters)
+            bucket.hand_out([not each for each in used[number : number + count]])
+            number += count
         self.before_finish.clear()
         self._pending.clear()
         self._running = False

@@ -111,22 +111,29 @@ class _WeightedReplica(Replica):
                 "gradient to average. Use the model itself, without replicate()."
             )
         self._stop_weighing()
-        self._weighing = [p.register_hook(self._weigh) for p in self._trainable]
 
     def _stop_weighing(self) -> None:
         for handle in self._weighing:
             handle.remove()
         self._weighing = []
 
-    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
         # Runs before the gradient is added to .grad, so that it weighs this backward pass only and
         # not what earlier ones have accumulated there.
-        return None if self._weight == 1.0 else gradient * self._weight
+        return gradient * self._weight
 
     def _before_forward(self) -> None:
-        """Remember how much this batch counts; the backward pass that follows will need it."""
+        """Remember how much this batch counts; the backward pass that follows will need it.
+
+        Only where shares are unequal are there hooks at all: autograd has to copy a gradient that
+        a hook has seen, where otherwise it would just move it.
+        """
         share = self._crew.share
         self._weight = 1.0 if share is None else share.weight_over_mean(self._crew.size)
+        if self._weight == 1.0:
+            self._stop_weighing()
+        elif not self._weighing:
+            self._weighing = [p.register_hook(self._weigh) for p in self._trainable]
 
 
 class SyncedReplica(_WeightedReplica):
