@@ -1,6 +1,6 @@
 """Every sync against torch's DDP, taking turns inside the same processes.
 
-    shoal run --workers 2 --threads 1 benchmarks/data_parallel/race.py --rounds 12 --steps 20
+    shoal run --workers 2 --threads 1 benchmarks/data_parallel/race.py --rounds 200 --steps 1
 
 Each contestant has its own model and optimizer. In every round each takes `--steps` steps of the
 same global batches, in an order that rotates, so that a busy moment of the machine hits all of
@@ -38,8 +38,8 @@ def make_step(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--contestants", default="all-reduce,ring,central,serial-ring,ddp")
     args = parser.parse_args()

@@ -104,14 +104,14 @@ def imports(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=200, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, default=1, help="steps in a turn")
     parser.add_argument("--only", choices=["speed", "alone", "traffic", "imports"])
     args = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {sys.platform}")
     wanted = {
         "speed": lambda: speed(args.rounds, args.steps),
-        "alone": lambda: alone(args.rounds, args.steps),
+        "alone": lambda: alone(max(8, args.rounds // 10), 10 * args.steps),
         "traffic": traffic,
         "imports": lambda: imports(7),
     }

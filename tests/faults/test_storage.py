@@ -300,7 +300,7 @@ def test_all_bad_settings_are_reported_together(start, tmp_path: Path) -> None:
         *("--data", "z", "--lr", "0", "--json"),
     )
     faults = faults_of(run)
-    words = ("--batch-size 1", "--lr 0", "--sync x", "--model y", "'z'")
+    words = ("--batch-size 1", "--lr 0", "--sync x", "--model y", "--data z")
     assert len(faults) == len(words)
     for fault, word in zip(faults, words, strict=True):
         assert word in fault
