@@ -6,6 +6,7 @@ ShoalError
  ├── DataError         a data file is missing, cut short or not what it claims to be
  ├── StorageError      the run folder cannot be written
  ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
+ ├── WireError         a message cannot be sent, or what came is not a message
  ├── PeerLost          another rank died, froze or left
  └── RunFailed         a rank that we started ended badly
 """
@@ -54,6 +55,10 @@ class StorageError(ShoalError):
 
 class SyncError(ShoalError):
     """Replicas cannot be kept equal: they differ, or a sync was misused."""
+
+
+class WireError(ShoalError):
+    """A message cannot be sent, or what came is not a message."""
 
 
 class PeerLost(ShoalError):

@@ -1,0 +1,82 @@
+"""What every link is: messages to and from any rank, in order per (peer, tag), with deadlines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from shoal.errors import WireError
+from shoal.wire.inbox import Inbox, ReceiveJob
+from shoal.wire.tree import Tree
+
+
+class Job(ABC):
+    """A message under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether wait() would return at once (or raise at once)."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> Tree:
+        """The message that came; None for a message that went. Raises when the deadline is over."""
+
+
+Job.register(ReceiveJob)
+
+
+class Link(ABC):
+    """Carries trees of tensors between this rank and the others of its crew."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        """How long a wait lasts at most, where it is not told otherwise."""
+        self._inbox = Inbox(timeout_s)
+
+    def send(self, tree: Tree, to: int, tag: str = "", timeout_s: float | None = None) -> None:
+        """Returns when `tree` may be changed again; it may not have arrived yet."""
+        self.isend(tree, to, tag).wait(timeout_s)
+
+    def recv(
+        self, source: int, tag: str = "", into: Tree = None, timeout_s: float | None = None
+    ) -> Tree:
+        """The next message from `source` with this tag.
+
+        into: a tree of tensors to be filled, instead of new ones. It must be of the shape that
+        comes.
+        """
+        return self.irecv(source, tag, into).wait(timeout_s)
+
+    def irecv(self, source: int, tag: str = "", into: Tree = None) -> ReceiveJob:
+        """Like recv, but at once: `job.done()`, `job.wait()`."""
+        self._check_peer(source)
+        return self._inbox.expect(source, tag, into)
+
+    @abstractmethod
+    def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
+        """Like send, but at once. The tensors must not be changed until the job is done."""
+
+    def close(self) -> None:
+        """Waits that are under way end with an error."""
+        self._inbox.close()
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            others = ", ".join(str(r) for r in range(self.size) if r != self.rank)
+            raise WireError(
+                f"rank {self.rank} has no link to rank {peer}; it has links to: {others or 'none'}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,162 @@
+"""The contract of links: one suite over every transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from trees import same, trees
+
+from shoal.errors import PeerLost, ShoalError, WireError
+from shoal.wire.link import Link
+from shoal.wire.memory import MemoryLink
+
+TRANSPORTS = ("memory",)
+SOON_S = 30.0
+
+
+@pytest.fixture(params=TRANSPORTS)
+def links(request: pytest.FixtureRequest) -> Iterator[list[Link]]:
+    """Three ranks, joined."""
+    made: list[Link] = []
+    if request.param == "memory":
+        made += MemoryLink.crew(3, timeout_s=SOON_S)
+    yield made
+    for link in made:
+        link.close()
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees)
+def test_any_tree_arrives_as_it_was_sent(links: list[Link], tree: Any) -> None:
+    links[0].send(tree, to=1)
+    assert same(links[1].recv(source=0), tree)
+
+
+def test_order_is_kept_per_peer_and_tag(links: list[Link]) -> None:
+    for number in range(20):
+        links[0].send(("even", number), to=2, tag="a" if number % 2 else "b")
+        links[1].send(("other", number), to=2, tag="a")
+    assert [links[2].recv(0, tag="a")[1] for _ in range(10)] == list(range(1, 20, 2))
+    assert [links[2].recv(1, tag="a")[1] for _ in range(20)] == list(range(20))
+    assert [links[2].recv(0, tag="b")[1] for _ in range(10)] == list(range(0, 20, 2))
+
+
+def test_a_receive_may_come_before_its_message(links: list[Link]) -> None:
+    first, second = links[1].irecv(0, tag="x"), links[1].irecv(0, tag="x")
+    assert not first.done()
+    links[0].send(1, to=1, tag="x")
+    assert first.wait() == 1
+    assert first.done()
+    assert not second.done()
+    links[0].send(2, to=1, tag="x")
+    assert second.wait() == 2
+
+
+def test_sending_at_once_and_waiting_later(links: list[Link]) -> None:
+    x = torch.randn(100)
+    job = links[0].isend({"x": x}, to=1)
+    job.wait(timeout_s=SOON_S)
+    assert job.done()
+    x.zero_()  # the sender may do as it likes with it now
+    assert links[1].recv(0)["x"].abs().sum() > 0
+
+
+def test_two_ranks_send_much_to_each_other_at_once(links: list[Link]) -> None:
+    large = torch.arange(25 * 2**20, dtype=torch.int32)  # 100 MiB
+    received: dict[int, torch.Tensor] = {}
+
+    def exchange(rank: int) -> None:
+        links[rank].send(large, to=1 - rank)
+        received[rank] = links[rank].recv(1 - rank)
+
+    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert torch.equal(received[0], large)
+    assert torch.equal(received[1], large)
+
+
+def test_received_tensors_are_their_receivers_own(links: list[Link]) -> None:
+    x = torch.ones(3)
+    links[0].send(x, to=1)
+    links[0].send(x, to=2)
+    mine = links[1].recv(0)
+    mine.add_(1)
+    assert x.tolist() == [1, 1, 1]
+    assert links[2].recv(0).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("posted_first", [True, False])
+def test_buffers_given_are_filled(links: list[Link], posted_first: bool) -> None:
+    room = {"x": torch.zeros(4), "n": torch.zeros(2, dtype=torch.int64)}
+    where = room["x"].data_ptr()
+    tree = {"x": torch.arange(4.0), "n": torch.tensor([7, 8])}
+    if posted_first:
+        job = links[1].irecv(0, into=room)
+        links[0].send(tree, to=1)
+    else:
+        links[0].send(tree, to=1)
+        job = links[1].irecv(0, into=room)
+    got = job.wait()
+    assert got["x"].data_ptr() == where
+    assert same(room, tree)
+
+
+def test_buffers_that_do_not_fit_are_named_and_the_link_goes_on(links: list[Link]) -> None:
+    job = links[1].irecv(0, into=torch.zeros(3))
+    links[0].send(torch.zeros(4), to=1)
+    with pytest.raises(WireError, match=r"into= has tensors .*\(3,\).*what came has .*\(4,\)"):
+        job.wait()
+    links[0].send("after", to=1)
+    assert links[1].recv(0) == "after"
+
+
+def test_a_wait_has_a_deadline_and_takes_nothing_with_it(links: list[Link]) -> None:
+    with pytest.raises(WireError, match=r"waited 0.05 s .* tag 'x' from rank 0"):
+        links[1].recv(0, tag="x", timeout_s=0.05)
+    links[0].send("late", to=1, tag="x")
+    assert links[1].recv(0, tag="x") == "late"
+
+
+@pytest.mark.parametrize("peer", [-1, 0, 3])
+def test_ranks_that_are_not_there(links: list[Link], peer: int) -> None:
+    with pytest.raises(WireError, match="links to: 1, 2"):
+        links[0].send(1, to=peer)
+    with pytest.raises(WireError, match="links to: 1, 2"):
+        links[0].recv(peer)
+
+
+def test_what_cannot_be_sent_does_no_harm(links: list[Link]) -> None:
+    with pytest.raises(WireError, match="cannot be sent"):
+        links[0].send({"f": print}, to=1)
+    links[0].send("fine", to=1)
+    assert links[1].recv(0) == "fine"
+
+
+def test_a_peer_that_leaves_is_named_and_what_it_sent_is_kept(links: list[Link]) -> None:
+    links[0].send("last words", to=1)
+    waiting = links[1].irecv(0, tag="never")
+    links[0].close()
+    with pytest.raises(PeerLost, match="rank 0"):
+        waiting.wait()
+    assert links[1].recv(0) == "last words"
+    with pytest.raises(PeerLost, match="rank 0"):
+        links[1].recv(0)
+    links[2].send("we go on", to=1)
+    assert links[1].recv(2) == "we go on"
+
+
+def test_closing_ends_ones_own_waits(links: list[Link]) -> None:
+    job = links[0].irecv(1)
+    links[0].close()
+    with pytest.raises(ShoalError, match="closed"):
+        job.wait()
+    with pytest.raises(ShoalError, match="closed"):
+        links[0].recv(1)

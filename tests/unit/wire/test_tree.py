@@ -1,0 +1,143 @@
+"""Trees taken apart and put together: the same values, whatever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from trees import same, trees
+
+from shoal.errors import WireError
+from shoal.wire.tree import (
+    DTYPES,
+    Slot,
+    allocate,
+    check_slots,
+    put_together,
+    take_apart,
+)
+
+
+def there_and_back(tree: Any) -> Any:
+    parcel = take_apart(tree)
+    received = []
+    for slot, content in zip(parcel.slots, parcel.buffers, strict=True):
+        tensor, room = allocate(slot)
+        assert room.numel() == content.numel() == slot.size_bytes
+        room.copy_(content)
+        received.append(tensor)
+    return put_together(parcel.plan, parcel.slots, received)
+
+
+@settings(deadline=None)
+@given(trees)
+def test_any_tree_comes_back_the_same(tree: Any) -> None:
+    assert same(there_and_back(tree), tree)
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_every_dtype(name: str) -> None:
+    bytes_ = torch.arange(64, dtype=torch.uint8) % 2
+    tensor = bytes_.view(DTYPES[name]).reshape(2, -1)
+    assert same(there_and_back({"x": tensor}), {"x": tensor})
+
+
+def test_a_tensor_that_lies_well_is_not_copied() -> None:
+    tensor = torch.ones(4, 5)
+    assert take_apart([tensor]).buffers[0].data_ptr() == tensor.data_ptr()
+
+
+def test_what_is_received_owns_its_memory_and_can_be_written() -> None:
+    tensor = torch.ones(3)
+    copy = there_and_back(tensor)
+    copy.add_(1)
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_gradients_conjugates_and_views_are_sent_as_their_values() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j], requires_grad=True)
+    assert there_and_back(z.conj()).tolist() == [1 - 2j, 3 + 4j]
+    assert not there_and_back(z).requires_grad
+    assert there_and_back(z.conj().imag).tolist() == [-2, 4]
+
+
+@pytest.mark.parametrize(
+    ("tree", "where"),
+    [
+        ({"a": [1, object()]}, "message['a'][1]: a object cannot be sent"),
+        ({"a": {("x",): 1}}, "message['a']: a dict key"),
+        ([torch.eye(2).to_sparse()], "message[0]: a torch.float32 tensor of layout"),
+        ({"m": torch.empty(2, device="meta")}, "message['m']: a tensor on the meta device"),
+        ({1, 2}, "message: a set cannot be sent"),
+    ],
+)
+def test_what_cannot_be_sent_is_named_with_its_place(tree: Any, where: str) -> None:
+    with pytest.raises(WireError) as caught:
+        take_apart(tree)
+    assert where in str(caught.value)
+
+
+def test_a_list_inside_itself() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(WireError, match="nested more than 64 deep"):
+        take_apart(endless)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [],
+        ["x"],
+        ["b"],
+        ["b", 1],
+        ["b", -1],
+        ["b", True, 0],
+        ["b", "0"],
+        ["l", 3],
+        ["d", [1], []],
+        ["d", [1, 1], [2, 3]],
+        ["d", [["l", []]], [0]],
+        ["i", "z"],
+        ["i", "1" * 5000],
+        b"bytes in the open",
+        ["l", [["b", 0], ["b", 0]]],
+    ],
+)
+def test_plans_that_nobody_made_are_refused(plan: Any) -> None:
+    with pytest.raises(WireError):
+        put_together(plan, [Slot("uint8", [1])], [torch.zeros(1, dtype=torch.uint8)])
+
+
+def test_a_buffer_that_is_not_used_is_refused() -> None:
+    with pytest.raises(WireError, match="does not use"):
+        put_together(None, [Slot("uint8", [1])], [torch.zeros(1, dtype=torch.uint8)])
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(WireError, match="makes no sense"):
+        put_together(["b", 0], [Slot("text", [1])], [torch.tensor([255], dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        Slot("object", [1]),
+        Slot("text", [1, 1]),
+        Slot("float32", [-1]),
+        Slot("float32", [2**63]),
+        Slot("float32", [2**40, 2**40]),
+        Slot("float32", [1] * 65),
+    ],
+)
+def test_absurd_slots_are_refused_before_anything_is_allocated(slot: Slot) -> None:
+    with pytest.raises(WireError):
+        check_slots([slot], limit_bytes=2**40)
+
+
+def test_the_limit_counts_all_buffers_together() -> None:
+    assert check_slots([Slot("float32", [10])] * 2, limit_bytes=80) == 80
+    with pytest.raises(WireError, match="limit of 79 bytes"):
+        check_slots([Slot("float32", [10])] * 2, limit_bytes=79)
