@@ -14,9 +14,17 @@ from trees import same, trees
 from shoal.errors import PeerLost, ShoalError, WireError
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
+from shoal.wire.zmq_link import ZmqLink
 
-TRANSPORTS = ("memory",)
+TRANSPORTS = ("memory", "zmq")
 SOON_S = 30.0
+
+
+def joined_by_zmq(size: int) -> list[ZmqLink]:
+    made = [ZmqLink.listen(rank, size, timeout_s=SOON_S) for rank in range(size)]
+    for link in made:
+        link.connect([each.endpoint for each in made])
+    return made
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -25,6 +33,8 @@ def links(request: pytest.FixtureRequest) -> Iterator[list[Link]]:
     made: list[Link] = []
     if request.param == "memory":
         made += MemoryLink.crew(3, timeout_s=SOON_S)
+    if request.param == "zmq":
+        made += joined_by_zmq(3)
     yield made
     for link in made:
         link.close()

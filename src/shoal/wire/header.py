@@ -16,7 +16,7 @@ from shoal.wire.tree import Parcel, Slot, check_slots
 
 VERSION = 1
 MAX_HEADER_BYTES = 64 * 1024
-MAX_PLAN_BYTES = 64 * 2**20
+MAX_PLAN_BYTES = 4 * 2**20
 MAX_TAG_LETTERS = 200
 DEFAULT_LIMIT_BYTES = 64 * 2**30
 """Of one message's buffers together, before anything is allocated."""

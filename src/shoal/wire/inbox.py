@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from shoal.errors import ShoalError, WireError
 from shoal.wire.tree import Slot, Tree, allocate, put_together, take_apart
 
 Key = tuple[int, str]
+WaitUntil = Callable[[Callable[[], bool], float], bool]
+"""Wait for a condition that this inbox changes, so many seconds at most; whether it is met."""
 
 
 @dataclass
@@ -44,6 +47,9 @@ class Inbox:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.wait_until: WaitUntil = self._wait_until
+        """How to wait for a condition. A transport without a thread of its own puts its pump here:
+        whoever waits for a message does the receiving."""
         self._changed = threading.Condition()
         self._queues: dict[Key, _Queue] = {}
         self._arriving: list[Arrival] = []
@@ -129,12 +135,23 @@ class Inbox:
     def _trouble(self, peer: int) -> ShoalError | None:
         return WireError("the link was closed") if self._closed else self._lost.get(peer)
 
-    def _withdraw(self, job: ReceiveJob) -> None:
-        """A wait that is over its deadline does not take a later message away."""
-        job._given_up = True
-        queue = self._queues[job.peer, job.tag]
-        if job in queue.jobs:
-            queue.jobs.remove(job)
+    def withdraw(self, job: ReceiveJob) -> bool:
+        """A wait that is over its deadline does not take a later message away.
+
+        False if the message came in the last moment.
+        """
+        with self._changed:
+            if job.done():
+                return False
+            job._given_up = True
+            queue = self._queues[job.peer, job.tag]
+            if job in queue.jobs:
+                queue.jobs.remove(job)
+            return True
+
+    def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(condition, limit_s)
 
 
 class ReceiveJob:
@@ -154,14 +171,11 @@ class ReceiveJob:
 
     def wait(self, timeout_s: float | None = None) -> Tree:
         limit_s = self._inbox.timeout_s if timeout_s is None else timeout_s
-        changed = self._inbox._changed
-        with changed:
-            if not changed.wait_for(lambda: self._done, limit_s):
-                self._inbox._withdraw(self)
-                tag = f" with tag {self.tag!r}" if self.tag else ""
-                raise WireError(
-                    f"waited {limit_s:g} s for a message{tag} from rank {self.peer}; none came"
-                )
+        if not self._inbox.wait_until(self.done, limit_s) and self._inbox.withdraw(self):
+            tag = f" with tag {self.tag!r}" if self.tag else ""
+            raise WireError(
+                f"waited {limit_s:g} s for a message{tag} from rank {self.peer}; none came"
+            )
         if self._error is not None:
             raise self._error
         return self._tree
