@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ShoalError,
         StorageError,
         SyncError,
+        WireError,
     )
     from shoal.joined import JoinedCrew, join
 
@@ -37,6 +38,7 @@ _HOMES = {
     "DataError": "shoal.errors",
     "StorageError": "shoal.errors",
     "SyncError": "shoal.errors",
+    "WireError": "shoal.errors",
     "PeerLost": "shoal.errors",
     "RunFailed": "shoal.errors",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "ShoalError",
     "StorageError",
     "SyncError",
+    "WireError",
     "__version__",
     "join",
 ]

@@ -24,13 +24,23 @@ from shoal.errors import MeetingError, PeerLost, ShoalError
 from shoal.interrupts import prompt_interrupts
 from shoal.layout import Share
 from shoal.rendezvous.roll import Fingerprint, Hello, call_roll, make_hello
-from shoal.rendezvous.store import POLL_S, Notify, close_store, open_store, use_interface
+from shoal.rendezvous.store import (
+    POLL_S,
+    Notify,
+    close_store,
+    keep_store,
+    kept_store,
+    open_store,
+    use_interface,
+)
 from shoal.rendezvous.ways import Way
 
 ROLL_CALL_S = 2.0
 """After a failure: how long the others have to say that they are still here."""
 FAREWELL_S = 0.5
 """How long a leader that fails stays, so that the others can read why."""
+
+MUST_MATCH = "every rank must take the same number of steps, barriers and evaluations."
 
 
 class Crew:
@@ -45,6 +55,7 @@ class Crew:
         timeout_s: float,
         resources: ExitStack,
     ) -> None:
+        self._way = way
         self.rank = way.rank
         self.size = way.size
         self.local_rank = way.local_rank
@@ -58,7 +69,7 @@ class Crew:
         """Whether collectives take tensors of GPUs; otherwise those are staged through the host."""
         self._store = store
         self._resources = resources
-        self._agreed = 0
+        self._exchanged = 0
         self._open = True
 
     @classmethod
@@ -81,17 +92,24 @@ class Crew:
                 return cls(way, [hello], None, chosen, timeout_s, resources.pop_all())
             if dist.is_initialized():
                 raise MeetingError(
-                    "This process already has a torch.distributed process group. "
-                    "Let shoal make it: remove the call of init_process_group."
+                    "This process already has a torch.distributed process group: from an earlier "
+                    "shoal.join() that is still open (close it first), or from a call of "
+                    "init_process_group (remove it: shoal makes the group)."
                 )
-            store = open_store(way, interface, timeout_s, notify)
-            resources.callback(close_store, way)
-            hello = make_hello(way, _own_address(way, interface), str(chosen), fingerprint)
-            roster = call_roll(store, way, hello, timeout_s, notify)
-            name = _common_interface(way, hello, roster, interface)
-            resources.enter_context(use_interface(name))
-            _init_group(store, way, roster, timeout_s)
-            resources.callback(_leave_group)
+            with ExitStack() as if_it_fails:
+                if again := kept_store(way):
+                    store, way = again
+                else:
+                    store = open_store(way, interface, timeout_s, notify)
+                if_it_fails.callback(close_store, way)  # what was not opened is not ours to remove
+                hello = make_hello(way, _own_address(way, interface), str(chosen), fingerprint)
+                roster = call_roll(store, way, hello, timeout_s, notify)
+                name = _common_interface(way, hello, roster, interface)
+                resources.enter_context(use_interface(name))
+                _init_group(store, way, roster, timeout_s)
+                resources.callback(_leave_group)
+                keep_store(way, store)
+                if_it_fails.pop_all()
             keys = dist.PrefixStore(f"shoal/{way.attempt}/crew", store)
             return cls(way, roster, keys, chosen, timeout_s, resources.pop_all())
 
@@ -123,24 +141,28 @@ class Crew:
                 dist.broadcast(tensor, source)
         return tensor
 
-    def agree(self, what: str, value: Any) -> None:
-        """Raise on every rank, by name, unless all bring a `value` equal to rank 0's."""
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's `value` (what JSON can hold), by rank. Every rank must call this."""
+        mine = msgspec.json.encode(value)
         if self._store is None:
-            return
-        mine = msgspec.json.encode(value).decode()
-        with self.naming_the_lost(f"agreeing on {what}"):
-            self._agreed += 1
-            prefix = f"agree/{self._agreed}"
-            self._store.set(f"{prefix}/{self.rank}", mine)
+            return [msgspec.json.decode(mine)]
+        with self.naming_the_lost(f"the exchange of {what}"):
+            self._exchanged += 1
+            prefix = f"exchange/{self._exchanged}"
+            self._store.set(f"{prefix}/{self.rank}", mine.decode())
             keys = [f"{prefix}/{rank}" for rank in range(self.size)]
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
-            values = [v.decode() for v in self._store.multi_get(keys)]
+            return [msgspec.json.decode(each) for each in self._store.multi_get(keys)]
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise on every rank, by name, unless all bring a `value` equal to rank 0's."""
+        values = self.exchange(what, value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ShoalError(
                     f"{self.roster[rank].who} and {self.roster[0].who} do not agree on {what}:\n"
-                    f"  {self.roster[rank].who}: {other[:300]}\n"
-                    f"  {self.roster[0].who}: {values[0][:300]}\n"
+                    f"  {self.roster[rank].who}: {str(other)[:300]}\n"
+                    f"  {self.roster[0].who}: {str(values[0])[:300]}\n"
                     "Do all ranks run the same script with the same settings?"
                 )
 
@@ -181,13 +203,17 @@ class Crew:
             silent = [0]  # the store lives in the leader's process
         if not silent:
             return PeerLost(
-                f"{me} lost a connection during {doing}, though every rank is alive: {reason}"
+                f"{me} lost a connection during {doing}, though every rank is alive: {reason}. "
+                + MUST_MATCH
             )
         names = ", ".join(self.roster[rank].who for rank in silent)
-        return PeerLost(
+        text = (
             f"{me} lost {names} during {doing}: no sign of life within {ROLL_CALL_S:g} s. It was "
             f"killed, is frozen, or its machine is cut off. ({reason})"
         )
+        if "timed out" in reason.lower():
+            text += f" Or it is busy elsewhere and never came to {doing}: {MUST_MATCH}"
+        return PeerLost(text)
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -199,8 +225,10 @@ class Crew:
         with self._resources:
             if error is None:
                 self.barrier()
-            elif not isinstance(error, PeerLost):
+                return
+            if not isinstance(error, PeerLost):
                 self._say_goodbye(error)
+            close_store(self._way)
 
     def _say_goodbye(self, error: BaseException) -> None:
         if self._store is None:

@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import until
+
 _numbers = itertools.count()
 
 
@@ -68,6 +70,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _ip(*inside, "address", "add", f"{host.address}/24", "dev", host.interface)
             _ip(*inside, "link", "set", host.interface, "up")
             _ip(*inside, "link", "set", "lo", "up")
+        for host in (laptop, desktop):  # the kernel notices a new cable in its own time
+            show = ("-n", host.namespace, "-o", "link", "show", host.interface)
+            until(lambda show=show: "state UP" in _ip(*show), f"{host.name}'s interface is up")  # type: ignore[misc]
         yield laptop, desktop
 
 
@@ -85,9 +90,10 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> str:
     done = subprocess.run(
         ["ip", *arguments], capture_output=True, text=True, timeout=20, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

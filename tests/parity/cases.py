@@ -282,6 +282,32 @@ def case_two_forwards_before_backward(crew: shoal.JoinedCrew, sync: str) -> None
     model.close()
 
 
+def case_weights_count_in_evaluation_mode_too(crew: shoal.JoinedCrew, sync: str) -> None:
+    """Fine-tuning with batch norm and dropout held still is training all the same."""
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+        model.eval()
+        return F.cross_entropy(model(x), y)
+
+    train_both(crew, sync, loss)
+
+
+def case_looks_like_the_plain_model(crew: shoal.JoinedCrew, sync: str) -> None:
+    plain = net(seed=0)
+    plain.note = "mine"  # type: ignore[assignment]
+    model = crew.replicate(plain, sync=sync)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert model.first is plain.first
+    assert model.note == "mine"
+    model.eval()
+    assert not plain.training
+    assert not plain.first.training
+    assert model.train() is model
+    assert plain.training
+    assert not hasattr(model, "nothing_of_the_kind")
+    model.close()
+
+
 def case_mnist_cnn_in_single_precision(crew: shoal.JoinedCrew, sync: str) -> None:
     """The default model on real digits, 20 steps, float32: equal to float tolerance."""
     digits = ImageSet(*read_sample()[0], MNIST_MEAN_STD)

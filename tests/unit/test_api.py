@@ -21,6 +21,7 @@ NAMES = [
     "ShoalError",
     "StorageError",
     "SyncError",
+    "WireError",
     "__version__",
     "join",
 ]

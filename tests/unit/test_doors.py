@@ -113,6 +113,7 @@ DOORS = {
         ("torch.distributed", "torch.nn.parallel"),
         ("rendezvous/", "crew.py", "replicate/", "wire/"),
     ),
+    "zmq": (("zmq",), ("wire/zmq_link.py",)),
     "subprocess": (
         ("subprocess", "multiprocessing", "os.fork", "os.system", "os.execv", "os.posix_spawn"),
         ("launch/",),

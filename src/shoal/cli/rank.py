@@ -5,11 +5,11 @@ Nothing is printed here: what there is to say goes to the launcher as events.
 
 from __future__ import annotations
 
-import os
 import sys
 
 import msgspec
 
+from shoal.cli.ending import exit_now
 from shoal.cli.order import RankOrder
 from shoal.report.events import pipe_emitter
 from shoal.train.rank import run_rank
@@ -19,11 +19,7 @@ def main(events_fd: str, encoded_order: str) -> int:
     order = msgspec.json.decode(encoded_order, type=RankOrder)
     code = run_rank(order.settings, order.way, order.interface, pipe_emitter(int(events_fd)))
     if code != 0:
-        # An operation that failed may still be blocked on a thread inside torch. Nothing is left
-        # to be done here, and an ordinary exit would wait for it, or abort when it comes back.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        exit_now(code)
     return code
 
 

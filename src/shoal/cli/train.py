@@ -10,11 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.ending import exit_now
 from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
 from shoal.launch.local import EVENTS_FD, Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import RankEnd, describe
-from shoal.network import reserve_port
+from shoal.network import describe_interfaces, interfaces, reserve_port
 from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_torch
 from shoal.report import events
 from shoal.report.download_bar import DownloadBar
@@ -118,7 +119,7 @@ def train(
         debug=debug,
     )
     with own_stdout(reserve=as_json) as stdout:
-        ways = _plan(settings, workers, init, rank, world_size)
+        ways = _plan(settings, workers, init, rank, world_size, interface)
         _prepare_data(settings)
         quiet_torch()
         with Terminal(as_json, quiet=not ways[0].speaks, out=stdout) as terminal:
@@ -127,6 +128,9 @@ def train(
                 from shoal.train.rank import run_rank
 
                 code = run_rank(settings, ways[0], interface, terminal.handle)
+                if code != 0:
+                    terminal.close()
+                    exit_now(code)
             else:
                 code = _launch(settings, ways, interface, terminal)
             if terminal.verdict is not None and not terminal.verdict.passed:
@@ -140,6 +144,7 @@ def _plan(
     init: str | None,
     rank: int | None,
     world_size: int | None,
+    interface: str | None,
 ) -> list[Way]:
     """The ranks of this host; raises with every fault of the settings and of the way together."""
     faults: list[str] = []
@@ -163,6 +168,16 @@ def _plan(
     except SettingsError as error:
         faults += error.faults
     num_replicas = ways[0].size if ways else (world_size or workers or 1)
+    if ways and ways[0].kind == "file" and Path(ways[0].path).is_dir():
+        faults.append(
+            f"--init file://{ways[0].path}: is a folder. Give the path of a file that does not "
+            f"exist yet, for example file://{Path(ways[0].path) / 'meeting'}."
+        )
+    if interface is not None and interface not in interfaces():
+        faults.append(
+            f"--interface {interface}: there is none of this name. This host has: "
+            f"{describe_interfaces()}."
+        )
     faults += check(settings, num_replicas, keeps_folder=not ways or ways[0].rank == 0)
     if faults:
         raise SettingsError(faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -52,6 +54,36 @@ def close_store(way: Way, holder: bool | None = None) -> None:
     """
     if way.kind == "file" and (way.rank == 0 if holder is None else holder):
         Path(way.path).unlink(missing_ok=True)
+
+
+# -- meeting again ---------------------------------------------------------------------------------
+
+# A script may join several times. Its ranks do not leave at the same instant, so a store that one
+# rank closes may just be found open by the next to arrive: stores of crews that have met stay open
+# until the process ends, and each meeting there has keys of its own.
+_kept: dict[tuple[str, int], tuple[dist.Store, int]] = {}
+
+
+def kept_store(way: Way) -> tuple[dist.Store, Way] | None:
+    """The store of an earlier meeting of this process at the same place, if it still answers."""
+    key = (way.place, way.rank)
+    if key not in _kept:
+        return None
+    store, visits = _kept[key]
+    try:
+        store.check(["anything"])
+    except dist.DistError:
+        del _kept[key]
+        return None
+    return store, replace(way, attempt=f"{way.attempt}.{visits}")
+
+
+def keep_store(way: Way, store: dist.Store) -> None:
+    """Called when the crew has met."""
+    key = (way.place, way.rank)
+    if key not in _kept:
+        atexit.register(close_store, way)
+    _kept[key] = (store, _kept[key][1] + 1 if key in _kept else 1)
 
 
 # -- leader ----------------------------------------------------------------------------------------
@@ -161,7 +193,7 @@ def _connect(way: Way, timeout_s: float, notify: Notify) -> dist.Store:
                 f"that its firewall lets port {way.port} in."
             )
         if waited > 1:
-            notify(f"waiting for rank 0 at {way.host}:{way.port} ({reason}), {waited:.0f} s")
+            notify(f"waiting for rank 0 at {way.host}:{way.port}, {waited:.0f} s ({reason})")
         time.sleep(POLL_S * 4)
     notify("")
 

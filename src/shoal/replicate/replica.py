@@ -9,10 +9,10 @@ peers, its gradient counts accordingly. Buffers (batch norm's statistics) are th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,9 @@ def replicate(
     if faults := unknown("sync", sync, SYNCS):
         raise SettingsError(faults)
     module.to(crew.device)
-    shapes = [(name, list(t.shape), str(t.dtype)) for name, t in _tensors(module)]
-    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-    crew.agree(
-        "the model and its sync",
-        {"sync": sync, "tensors": len(shapes), "shapes": digest, "buckets": bucket_bytes},
-    )
+    crew.agree("sync= of replicate()", sync)
+    crew.agree("bucket_bytes= of replicate()", bucket_bytes)
+    _same_everywhere(module, crew)
     if crew.size == 1:
         return Replica(module, crew)
     CopyFromRank0([t for _, t in _tensors(module)], crew).wait()
@@ -59,12 +56,35 @@ def replicate(
 
 
 class Replica(nn.Module):
-    """One full copy of the model. Looks like the model it wraps: same state_dict, same names."""
+    """One full copy of the model, which looks like the model it wraps.
+
+    It shares the model's own tables of parameters, buffers and submodules, so that their names
+    have no prefix, and what it does not have itself it takes from the model.
+    """
+
+    module: nn.Module
+    """The plain model."""
 
     def __init__(self, module: nn.Module, crew: Crew) -> None:
         super().__init__()
-        self.module = module
+        self.__dict__["module"] = module  # not a submodule: it would put a prefix to all names
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = module.__dict__[table]
+        self.training = module.training
         self._crew = crew
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["module"], name)
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        self.module.train(mode)
+        return self
 
     @property
     def bytes_sent(self) -> int:
@@ -161,7 +181,7 @@ class SyncedReplica(_WeightedReplica):
         return self._sync.bytes_sent
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if any(p.requires_grad for p in self._frozen):  # unfrozen since: watch it too
             self._reducer.detach()
@@ -173,7 +193,7 @@ class SyncedReplica(_WeightedReplica):
         self._before_forward()
         self._reducer.is_stand_in = self._weight == 0.0
         output = self.module(*args, **kwargs)
-        if self._has_buffers and not self._reducer.paused:
+        if self._has_buffers and self.training and not self._reducer.paused:
             self._reducer.before_finish.append(CopyFromRank0(self.module.buffers(), self._crew))
         return output
 
@@ -217,14 +237,14 @@ class DdpReplica(_WeightedReplica):
         return self._bytes_sent
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()
         output = self.__dict__["_ddp"](*args, **kwargs)
         if not self._paused:
             n = self._crew.size
             self._bytes_sent += 2 * (n - 1) * self._bytes_per_sync // n  # gloo's ring
-            if self._has_buffers:
+            if self._has_buffers and self.training:
                 CopyFromRank0(self.module.buffers(), self._crew).wait()
         return output
 
@@ -239,6 +259,20 @@ class DdpReplica(_WeightedReplica):
 
     def close(self) -> None:
         self._stop_weighing()
+
+
+def _same_everywhere(module: nn.Module, crew: Crew) -> None:
+    """All ranks must have the same tensors; the first that differs is named."""
+    mine = [f"{name} {str(t.dtype)[6:]} {tuple(t.shape)}" for name, t in _tensors(module)]
+    for rank, theirs in enumerate(crew.exchange("the model", mine)):
+        if theirs == mine:
+            continue
+        pairs = zip_longest(theirs, mine, fillvalue="nothing")
+        other, own = next(pair for pair in pairs if pair[0] != pair[1])
+        raise SyncError(
+            f"{crew.roster[rank].who} and {crew.roster[crew.rank].who} have different models: "
+            f"the one has {other}, the other {own}. Do all ranks run the same version of the code?"
+        )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

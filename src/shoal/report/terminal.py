@@ -11,6 +11,7 @@ from typing import IO, Self
 
 import msgspec
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
@@ -151,7 +152,8 @@ class Terminal:
         self._console.print(
             f"{event.replicas} rank{'s' if event.replicas > 1 else ''}, sync {event.sync}, against "
             f"one process: "
-            f"{event.steps} steps on the same global batches, {event.dtype}."
+            f"{event.steps} step{'s' if event.steps > 1 else ''} on the same global batches, "
+            f"{event.dtype}."
         )
         for note in event.notes:
             self._console.print(f"({note})")
@@ -209,8 +211,10 @@ def _console(stderr: bool) -> Console:
 
 
 def failure_text(event: events.Failed) -> str:
-    if event.is_consequence or event.traceback:
-        return event.message  # it says itself who lost whom; or a traceback stands above
+    if event.is_consequence:
+        return event.message  # it says itself who lost whom
+    if event.traceback:
+        return f"rank {event.rank} ({event.host}) failed with the {event.kind} above."
     return f"rank {event.rank} ({event.host}): {event.message}"
 
 
@@ -236,8 +240,7 @@ def summary_lines(summary: Summary) -> list[str]:
         f"{seconds:.1f} s of training, {rate:,.0f} samples/s"
     ]
     if summary.layout.replicas > 1:
-        sent = last.bytes_sent / 1e6
-        lines.append(f"{sent:,.1f} MB of gradients sent per epoch, all ranks together")
+        lines.append(f"{decimal(last.bytes_sent)} of gradients sent per epoch, all ranks together")
     if last.train_loss is None:
         lines.append("the loss is not a finite number any more: try a smaller --lr")
     if summary.folder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from typing import IO
@@ -25,7 +26,9 @@ def waiting_line(out: IO[str]) -> Callable[[str], None]:
             begun, shown, on_screen = None, 0, False
             return
         if out.isatty():
-            out.write(f"\r\x1b[2K{text}")
+            # A line that wraps cannot be rewritten in place: it would fill the screen.
+            width = shutil.get_terminal_size().columns - 1
+            out.write(f"\r\x1b[2K{text[:width]}")
             out.flush()
             on_screen = True
             return

@@ -57,6 +57,8 @@ def build_data(settings: TrainSettings) -> Data:
 
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise SettingsError([f"--model {settings.model}: has no parameter that can be trained."])
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
     if settings.optimizer == "adam":

@@ -34,6 +34,11 @@ def check(settings: TrainSettings, num_replicas: int, keeps_folder: bool = True)
         data_dir = Path(settings.data_dir) if settings.data_dir is not None else None
         found += catalog.faults(settings.data, data_dir, values.cache_dir())
     found += _fit(settings)
+    if settings.device == "cuda":
+        import torch  # only who asks for a GPU waits for the answer
+
+        if not torch.cuda.is_available():
+            found.append("--device cuda: torch sees no GPU on this host. Use --device cpu.")
     if keeps_folder and not settings.verify:
         found += run_folder.faults(settings.out)
     return found

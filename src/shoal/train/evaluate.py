@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from shoal.crew import Crew
 from shoal.train.loader import Loader
-from shoal.train.task import Means, Tally, loss_of, means
+from shoal.train.task import Means, Tally, as_pair, loss_of, means
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -34,7 +34,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for x, y in Loader(dataset, crew, batch_size=batch_size, shuffle=False):
+            for x, y in map(as_pair, Loader(dataset, crew, batch_size=batch_size, shuffle=False)):
                 output = model(x)
                 assert crew.share is not None
                 tally.add(loss(output, y), output, y, crew.share.size)

@@ -14,7 +14,7 @@ from shoal.settings import TrainSettings
 from shoal.train.data.load import Data
 from shoal.train.evaluate import evaluate
 from shoal.train.loader import Loader
-from shoal.train.task import Tally, loss_of, means
+from shoal.train.task import Tally, as_pair, loss_of, means
 
 OnStep = Callable[[int, int, int], None]
 """Every step: the epoch, the step within it, and how many it has."""
@@ -42,7 +42,7 @@ def train(
         sent_before = model.bytes_sent
         epoch_begun = time.perf_counter()
         model.train()
-        for step, (x, y) in enumerate(loader, start=1):
+        for step, (x, y) in enumerate(map(as_pair, loader), start=1):
             output = model(x)
             loss = loss_of(output, y)
             optimizer.zero_grad()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.crew import Crew
+from shoal.errors import SettingsError
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -17,6 +18,23 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if target.is_floating_point():
         return F.mse_loss(output, target)
     return F.cross_entropy(output, target)
+
+
+def as_pair(batch: Any) -> tuple[Any, torch.Tensor]:
+    """A batch as (input, target), or a fault of the data that says what came instead."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor):
+        return batch[0], batch[1]
+    if isinstance(batch, tuple | list):
+        got = f"{len(batch)} parts: {', '.join(type(part).__name__ for part in batch)}"
+    else:
+        got = f"a {type(batch).__name__}"
+    raise SettingsError(
+        [
+            "--data: each sample of a dataset must be a pair (input, target), which makes batches "
+            f"of two tensors; here a batch is {got}. For other data, write the loop yourself with "
+            "shoal.join()."
+        ]
+    )
 
 
 @dataclass(frozen=True)
