@@ -99,19 +99,17 @@ def quiet_torch() -> None:
 def _from_url(url: str, rank: int | None, size: int | None, env: Mapping[str, str]) -> Way:
     faults: list[str] = []
     path = url.removeprefix("file://")  # not urlsplit's, which cuts names at '?' and '#'
-    port = None
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise SettingsError([f"--init {url}: {error}."]) from error
-    try:
-        port = parts.port
-    except ValueError as error:
-        faults.append(f"--init {url}: {error}.")
+    port = None
     if parts.scheme == "tcp":
-        if faults:
-            pass  # the port was at fault, and is reported
-        elif not parts.hostname or port is None or port == 0:
+        try:
+            port = parts.port or 0
+        except ValueError as error:
+            faults.append(f"--init {url}: {error}.")
+        if not parts.hostname or port == 0:
             faults.append(f"--init {url}: expected tcp://HOST:PORT, as in tcp://192.168.0.1:23456.")
         elif parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
             faults.append(

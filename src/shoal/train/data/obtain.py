@@ -99,10 +99,9 @@ def _alone(source: Source, folder: Path, progress: Progress) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                pass
+                now = _arrived(folder)  # another process is at it: watch how it gets on
             except OSError as err:
                 raise DataError(_unusable(source, folder, f"no lock on it: {err}")) from err
-            now = _arrived(folder)
             for name in sorted(name for name in now if now[name] != before.get(name)):
                 patience_ends = time.monotonic() + STALL_S
                 progress(name, now[name], None)
