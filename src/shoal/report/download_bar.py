@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
+from shoal.closing import Closing
 
-class DownloadBar:
+
+class DownloadBar(Closing):
     """On standard error; a line per file."""
 
     def __init__(self) -> None:
@@ -30,14 +29,6 @@ class DownloadBar:
             self._tasks[file] = self._bar.add_task(file, total=total)
         self._bar.update(self._tasks[file], completed=done, total=total)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
+from shoal.closing import Closing
 from shoal.errors import StorageError
 from shoal.report.records import StepRecord, Summary
 
@@ -38,7 +37,7 @@ def faults(out: str) -> list[str]:
     return []
 
 
-class RunFolder:
+class RunFolder(Closing):
     """Opened by the leader for the length of a run."""
 
     def __init__(self, path: Path) -> None:
@@ -92,17 +91,6 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _make_new(path: Path) -> Path:

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import msgspec
 from rich.console import Console
@@ -15,6 +14,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from shoal.closing import Closing
 from shoal.report import events
 from shoal.report.records import EpochRecord, Summary
 from shoal.report.waiting import waiting_line
@@ -22,7 +22,7 @@ from shoal.report.waiting import waiting_line
 HEADER = "  epoch   train loss   train acc   test acc   seconds   samples/s"
 
 
-class Terminal:
+class Terminal(Closing):
     """Renders events.
 
     With `as_json`, standard output carries the summary and nothing else. With `quiet`, only
@@ -172,17 +172,6 @@ class Terminal:
     def close(self) -> None:
         self._waiting("")
         self._hide_bar()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 @contextmanager

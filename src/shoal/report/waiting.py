@@ -27,7 +27,8 @@ def waiting_line(out: IO[str]) -> Callable[[str], None]:
             return
         if out.isatty():
             # A line that wraps cannot be rewritten in place: it would fill the screen.
-            width = shutil.get_terminal_size().columns - 1
+            # Some room is left for the ^C that a terminal shows.
+            width = shutil.get_terminal_size().columns - 4
             out.write(f"\r\x1b[2K{text[:width]}")
             out.flush()
             on_screen = True

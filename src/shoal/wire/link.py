@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import Self
 
+from shoal.closing import Closing
 from shoal.errors import WireError
 from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.tree import Tree
@@ -26,7 +25,7 @@ class Job(ABC):
 Job.register(ReceiveJob)
 
 
-class Link(ABC):
+class Link(Closing):
     """Carries trees of tensors between this rank and the others of its crew."""
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -69,14 +68,3 @@ class Link(ABC):
             raise WireError(
                 f"rank {self.rank} has no link to rank {peer}; it has links to: {others or 'none'}"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
