@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test soak check format bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shoal train --workers 2 --epochs 6 --name demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# Slow, and each time other examples: for finding what `make test` does not.
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=1200 tests/unit/wire tests/contract
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

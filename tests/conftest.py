@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from processes import Running
+
+# What is tested is the same everywhere; `make soak` draws other and many more examples.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("soak", max_examples=5000)
+hypothesis.settings.load_profile("same")
 
 Start = Callable[..., Running]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from shoal.wire.tree import DTYPES
+from shoal.wire.tree import DTYPES, bytes_of
 
 scalars = (
     st.none()
@@ -87,4 +87,4 @@ def typed(key: Any) -> tuple[type, Any]:
 def bits(tensor: torch.Tensor) -> bytes:
     if tensor.dtype == torch.complex32:  # torch warns of every new tensor of this dtype
         tensor = tensor.view(torch.int32)
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes(bytes_of(tensor.contiguous()).tolist())

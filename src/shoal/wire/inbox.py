@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shoal.errors import ShoalError, WireError
-from shoal.wire.tree import Slot, Tree, allocate, put_together, take_apart
+from shoal.wire.tree import Slot, Tree, allocate, bytes_of, put_together, take_apart
 
 Key = tuple[int, str]
 WaitUntil = Callable[[Callable[[], bool], float], bool]
@@ -83,7 +83,7 @@ class Inbox:
         for number, slot in enumerate(slots):
             if offered is not None:
                 tensor = offered[number]
-                arrival.rooms.append(tensor.view(-1).view(torch.uint8))
+                arrival.rooms.append(bytes_of(tensor))
             else:
                 tensor, room = allocate(slot)
                 arrival.rooms.append(room)

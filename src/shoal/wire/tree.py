@@ -136,10 +136,14 @@ def _tensor(tensor: torch.Tensor, parcel: Parcel, where: str) -> Any:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     if plain.dtype == torch.complex32:
         plain = plain.view(torch.int32)  # the same bytes; torch warns of every new complex32
-    plain = plain.contiguous()
-    return _buffer(
-        DTYPE_NAMES[tensor.dtype], list(tensor.shape), plain.reshape(-1).view(torch.uint8), parcel
-    )
+    content = bytes_of(plain.contiguous())
+    return _buffer(DTYPE_NAMES[tensor.dtype], list(tensor.shape), content, parcel)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, seen as one dimension of uint8."""
+    # Not view(-1): a contiguous tensor of one element may have any stride, and keeps it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _buffer(kind: str, shape: list[int], content: torch.Tensor, parcel: Parcel) -> list[Any]:

@@ -49,6 +49,12 @@ def test_a_tensor_that_lies_well_is_not_copied() -> None:
     assert take_apart([tensor]).buffers[0].data_ptr() == tensor.data_ptr()
 
 
+def test_one_element_with_a_stride_of_its_own() -> None:
+    tensor = torch.arange(3, dtype=torch.bfloat16)[1::2]  # contiguous, says torch, with stride 2
+    assert tensor.is_contiguous()
+    assert same(there_and_back(tensor), tensor)
+
+
 def test_what_is_received_owns_its_memory_and_can_be_written() -> None:
     tensor = torch.ones(3)
     copy = there_and_back(tensor)
