@@ -15,6 +15,7 @@ from shoal.version import VERSION
 if TYPE_CHECKING:
     from shoal.errors import (
         DataError,
+        KeyFileError,
         MeetingError,
         PeerLost,
         RunFailed,
@@ -35,6 +36,7 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "SettingsError": "shoal.errors",
     "MeetingError": "shoal.errors",
+    "KeyFileError": "shoal.errors",
     "DataError": "shoal.errors",
     "StorageError": "shoal.errors",
     "SyncError": "shoal.errors",
@@ -46,6 +48,7 @@ _HOMES = {
 __all__ = [
     "DataError",
     "JoinedCrew",
+    "KeyFileError",
     "MeetingError",
     "PeerLost",
     "RunFailed",

@@ -154,6 +154,12 @@ class Crew:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
             return [msgspec.json.decode(each) for each in self._store.multi_get(keys)]
 
+    def store_for(self, what: str) -> dist.Store:
+        """A part of the store for one purpose. Every rank must ask for the same, in one order."""
+        assert self._store is not None, "a crew of one meets nobody"
+        self._exchanged += 1
+        return dist.PrefixStore(f"{what}/{self._exchanged}", self._store)
+
     def agree(self, what: str, value: Any) -> None:
         """Raise on every rank, by name, unless all bring a `value` equal to rank 0's."""
         values = self.exchange(what, value)

@@ -3,6 +3,7 @@
 ShoalError
  ├── SettingsError     what the user asked for cannot be done; every fault at once
  ├── MeetingError      the ranks did not come together
+ ├── KeyFileError      a key file is missing, open to others or not what it claims to be
  ├── DataError         a data file is missing, cut short or not what it claims to be
  ├── StorageError      the run folder cannot be written
  ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
@@ -41,6 +42,12 @@ class SettingsError(ShoalError):
 
 class MeetingError(ShoalError):
     """The ranks did not come together."""
+
+
+class KeyFileError(ShoalError):
+    """A key file is missing, open to others, in the way, or not what it claims to be."""
+
+    exit_code = EXIT_USAGE
 
 
 class DataError(ShoalError):

@@ -20,6 +20,9 @@ from shoal.train.evaluate import Loss, evaluate
 from shoal.train.loader import Collate, Loader
 from shoal.train.task import Means, loss_of
 from shoal.version import VERSION
+from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.link import Link
+from shoal.wire.open_link import LinkSettings, open_link
 
 
 def join(
@@ -52,8 +55,16 @@ def join(
     )
 
 
+HASTE_S = 0.2
+"""After an error: how long a link may take to get rid of what was sent."""
+
+
 class JoinedCrew(Crew):
     """All ranks of a script: `with shoal.join() as crew`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._links: list[Link] = []
 
     def replicate(
         self, module: nn.Module, sync: str = "all-reduce", bucket_bytes: int = BUCKET_BYTES
@@ -91,6 +102,50 @@ class JoinedCrew(Crew):
     ) -> Means:
         """Mean loss and accuracy over all ranks; every sample counts exactly once."""
         return evaluate(model, dataset, self, batch_size, loss)
+
+    def link(
+        self,
+        transport: str = "zmq",
+        *,
+        key: str | None = None,
+        authorized_keys: str | None = None,
+        insecure: bool = False,
+        timeout_s: float | None = None,
+        hung_s: float = 10.0,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+    ) -> Link:
+        """Send any tree of tensors to any rank. Every rank must call this.
+
+        transport: `zmq`, or `dist` for torch.distributed's own connections.
+        key, authorized_keys: files, where they are not the ones of `shoal keygen`; needed only for
+            zmq between several machines.
+        insecure: use zmq between several machines without keys.
+        timeout_s: the longest wait for a message, where a wait is not told otherwise.
+        hung_s: a peer that gave no sign of life for so long is lost.
+        limit_bytes: the largest message that this rank takes.
+        """
+        link = open_link(
+            self,
+            transport,
+            LinkSettings(
+                key=key,
+                authorized_keys=authorized_keys,
+                insecure=insecure,
+                timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+                hung_s=hung_s,
+                limit_bytes=limit_bytes,
+            ),
+        )
+        self._resources.callback(link.close)
+        self._links.append(link)
+        return link
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave together; or, after an error, alone and at once, telling the others why."""
+        if error is not None:
+            for link in self._links:
+                link.close(farewell_s=HASTE_S)
+        super().close(error)
 
     def print(self, *values: object) -> None:
         """On rank 0 only."""

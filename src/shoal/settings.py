@@ -1,7 +1,7 @@
 """What a training run is asked to do, and every fault that can be seen in it without starting.
 
-Pure, but for two look-ups that belong to the user's machine and not to a run: where the cache
-is, and how many cores this process may use.
+Pure, but for three look-ups that belong to the user's machine and not to a run: where the cache
+is, where keys are kept, and how many cores this process may use.
 """
 
 from __future__ import annotations
@@ -132,6 +132,12 @@ def cache_dir() -> Path:
     """Where downloaded data is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
+def config_folder() -> Path:
+    """Where keys are kept: what the user gave to shoal once, for all runs."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "shoal"
 
 
 def usable_cores() -> int:

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from trees import same, trees
 
 from shoal.errors import PeerLost, ShoalError, WireError
+from shoal.wire.dist_link import DistLink
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
 from shoal.wire.zmq_link import ZmqLink
 
-TRANSPORTS = ("memory", "zmq")
+TRANSPORTS = ("memory", "zmq", "dist")
 SOON_S = 30.0
 
 
 def joined_by_zmq(size: int) -> list[ZmqLink]:
-    made = [ZmqLink.listen(rank, size, timeout_s=SOON_S) for rank in range(size)]
+    made = [ZmqLink(rank, size, timeout_s=SOON_S) for rank in range(size)]
     for link in made:
-        link.connect([each.endpoint for each in made])
+        link.connect([each.card for each in made])
+    for link in made:
+        link.settle()
+    return made
+
+
+def joined_by_dist(size: int) -> list[DistLink]:
+    made = [DistLink(rank, size, timeout_s=SOON_S) for rank in range(size)]
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda link: link.join(store, "127.0.0.1"), made))
     return made
 
 
@@ -35,6 +48,8 @@ def links(request: pytest.FixtureRequest) -> Iterator[list[Link]]:
         made += MemoryLink.crew(3, timeout_s=SOON_S)
     if request.param == "zmq":
         made += joined_by_zmq(3)
+    if request.param == "dist":
+        made += joined_by_dist(3)
     yield made
     for link in made:
         link.close()

@@ -14,6 +14,7 @@ from shoal import errors
 NAMES = [
     "DataError",
     "JoinedCrew",
+    "KeyFileError",
     "MeetingError",
     "PeerLost",
     "RunFailed",

@@ -113,7 +113,7 @@ DOORS = {
         ("torch.distributed", "torch.nn.parallel"),
         ("rendezvous/", "crew.py", "replicate/", "wire/"),
     ),
-    "zmq": (("zmq",), ("wire/zmq_link.py",)),
+    "zmq": (("zmq",), ("wire/zmq_link.py", "wire/zmq_gate.py", "wire/keys.py")),
     "subprocess": (
         ("subprocess", "multiprocessing", "os.fork", "os.system", "os.execv", "os.posix_spawn"),
         ("launch/",),
@@ -141,6 +141,12 @@ def test_in_joined_only_the_script_prints() -> None:
     names = [use.name for use in EVERYTHING if use.file == "joined.py"]
     assert [name for name in names if name.split(".")[-1] == "print"] == ["builtins.print"]
     assert not [name for name in names if touches(name, "sys.stdout")]
+
+
+def test_for_keys_zmq_only_makes_them() -> None:
+    names = {use.name for use in EVERYTHING if use.file == "wire/keys.py"}
+    of_zmq = {name for name in names if touches(name, "zmq")}
+    assert of_zmq == {"zmq", "zmq.curve_keypair", "zmq.curve_public"}
 
 
 def test_the_pure_files_import_nothing_above_them() -> None:

@@ -17,6 +17,7 @@ from shoal.settings import (
     SYNCS,
     TrainSettings,
     cache_dir,
+    config_folder,
     faults,
     shared_settings,
     threads_each,
@@ -154,6 +155,14 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "shoal"
+
+
+def test_where_keys_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert config_folder() == tmp_path / "shoal"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config_folder() == tmp_path / ".config" / "shoal"
 
 
 def test_threads_of_all_processes_fit_the_cores_we_may_use() -> None:

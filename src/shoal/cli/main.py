@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.keygen import keygen
 from shoal.cli.run import run
 from shoal.cli.train import train
 from shoal.errors import SettingsError, ShoalError
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(keygen)
 
 
 def _version(wanted: bool) -> None:

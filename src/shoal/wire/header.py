@@ -6,8 +6,8 @@ first buffer instead, and the header says how long it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,19 +32,20 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     version: int
     tag: str
-    number: int
     total_bytes: int
     plan_bytes: int
     contents: _Contents | None
 
 
-@dataclass(frozen=True)
-class Header:
+_encode = msgspec.msgpack.Encoder().encode
+_read_wire = msgspec.msgpack.Decoder(_Wire).decode
+_read_contents = msgspec.msgpack.Decoder(_Contents).decode
+
+
+class Header(NamedTuple):
     """A header that has been checked."""
 
     tag: str
-    number: int
-    """Counts the messages from one rank to another, from 0: a gap or a repeat is a fault."""
     total_bytes: int
     plan_bytes: int
     """Length of the plan where it goes as a buffer; 0 where it is here."""
@@ -52,59 +53,58 @@ class Header:
     slots: list[Slot]
 
 
-def encode(parcel: Parcel, tag: str, number: int) -> tuple[bytes, bytes]:
+def encode(parcel: Parcel, tag: str, total_bytes: int) -> tuple[bytes, bytes]:
     """The header, and the plan that goes after it where it was too large to be inside."""
     if len(tag) > MAX_TAG_LETTERS:
         raise WireError(f"a tag has at most {MAX_TAG_LETTERS} letters, this one has {len(tag)}")
-    total = sum(slot.size_bytes for slot in parcel.slots)
     contents = _Contents(parcel.plan, parcel.slots)
-    inside = msgspec.msgpack.encode(_Wire(VERSION, tag, number, total, 0, contents))
+    inside = _encode(_Wire(VERSION, tag, total_bytes, 0, contents))
     if len(inside) <= MAX_HEADER_BYTES:
         return inside, b""
-    plan = msgspec.msgpack.encode(contents)
+    plan = _encode(contents)
     if len(plan) > MAX_PLAN_BYTES:
         raise WireError(
             f"the message has {len(plan)} bytes of structure, without its tensors; "
             f"{MAX_PLAN_BYTES} is the most. Put numbers into tensors instead of lists."
         )
-    return msgspec.msgpack.encode(_Wire(VERSION, tag, number, total, len(plan), None)), plan
+    return _encode(_Wire(VERSION, tag, total_bytes, len(plan), None)), plan
 
 
 def decode(data: bytes | memoryview, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Header:
     """Believe nothing. Raises WireError for whatever `encode` would not have made."""
     if len(data) > MAX_HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes; {MAX_HEADER_BYTES} is the most")
-    wire = _decode(data, _Wire)
+    wire = _decode(data, _read_wire)
     if wire.version != VERSION:
         raise WireError(f"wire version {wire.version}, this side speaks {VERSION}")
-    if len(wire.tag) > MAX_TAG_LETTERS or wire.number < 0:
-        raise WireError("a tag or a number that no header has")
+    if len(wire.tag) > MAX_TAG_LETTERS:
+        raise WireError(f"a tag of {len(wire.tag)} letters; {MAX_TAG_LETTERS} is the most")
     if (wire.contents is None) != (wire.plan_bytes > 0) or wire.plan_bytes > MAX_PLAN_BYTES:
         raise WireError(f"a plan of {wire.plan_bytes} bytes, inside or not")
     if not 0 <= wire.total_bytes <= limit_bytes:
         raise WireError(f"buffers of {wire.total_bytes} bytes; the limit is {limit_bytes}")
-    header = Header(wire.tag, wire.number, wire.total_bytes, wire.plan_bytes, None, [])
+    header = Header(wire.tag, wire.total_bytes, wire.plan_bytes, None, [])
     return header if wire.contents is None else _with_contents(header, wire.contents, limit_bytes)
 
 
-def decode_plan(header: Header, data: bytes, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Header:
+def decode_plan(
+    header: Header, data: bytes | memoryview, limit_bytes: int = DEFAULT_LIMIT_BYTES
+) -> Header:
     """The header with the plan that came after it."""
     if len(data) != header.plan_bytes:
         raise WireError(f"a plan of {len(data)} bytes came, {header.plan_bytes} were announced")
-    return _with_contents(header, _decode(data, _Contents), limit_bytes)
+    return _with_contents(header, _decode(data, _read_contents), limit_bytes)
 
 
 def _with_contents(header: Header, contents: _Contents, limit_bytes: int) -> Header:
     total = check_slots(contents.slots, limit_bytes)
     if total != header.total_bytes:
         raise WireError(f"shapes make {total} bytes, the header says {header.total_bytes}")
-    return Header(
-        header.tag, header.number, total, header.plan_bytes, contents.plan, contents.slots
-    )
+    return Header(header.tag, total, header.plan_bytes, contents.plan, contents.slots)
 
 
-def _decode(data: bytes | memoryview, kind: Any) -> Any:
+def _decode(data: bytes | memoryview, read: Callable[[bytes | memoryview], Any]) -> Any:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return read(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not a header: {error}") from error

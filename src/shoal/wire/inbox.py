@@ -15,25 +15,55 @@ from typing import Any
 import torch
 
 from shoal.errors import ShoalError, WireError
-from shoal.wire.tree import Slot, Tree, allocate, bytes_of, put_together, take_apart
+from shoal.wire.tree import (
+    DTYPE_NAMES,
+    Slot,
+    Tree,
+    allocate,
+    as_tensor,
+    bytes_of,
+    put_together,
+    shaped,
+)
 
 Key = tuple[int, str]
 WaitUntil = Callable[[Callable[[], bool], float], bool]
 """Wait for a condition that this inbox changes, so many seconds at most; whether it is met."""
 
 
-@dataclass
-class Arrival:
-    """A message on its way in: room for its buffers, filled by the transport."""
+_NOTHING = torch.empty(0)
 
-    peer: int
-    tag: str
-    plan: Any
-    slots: list[Slot]
-    tensors: list[torch.Tensor]
-    rooms: list[torch.Tensor]
-    """The bytes of `tensors`, to be received into."""
-    job: ReceiveJob | None
+
+class Arrival:
+    """A message on its way in: its transport fills the slots, one by one."""
+
+    __slots__ = ("_offered", "job", "peer", "plan", "slots", "tag", "tensors")
+
+    def __init__(self, peer: int, tag: str, plan: Any, slots: list[Slot]) -> None:
+        self.peer, self.tag = peer, tag
+        self.plan, self.slots = plan, slots
+        self.job: ReceiveJob | None = None
+        self.tensors = [_NOTHING] * len(slots)
+        self._offered: list[torch.Tensor] | None = None
+
+    def room(self, number: int) -> torch.Tensor:
+        """Where the bytes of a slot go: in place, where the asker brought a place."""
+        if self._offered is not None:
+            self.tensors[number] = self._offered[number]
+            return bytes_of(self._offered[number])
+        self.tensors[number], room = allocate(self.slots[number])
+        return room
+
+    def take(self, number: int, content: Any) -> bool:
+        """The bytes of a slot: a writable buffer that nobody else will use again.
+
+        Unless they were copied, because the asker brought a place: then this returns True.
+        """
+        if self._offered is None:
+            self.tensors[number] = shaped(self.slots[number], content)
+            return False
+        self.room(number).copy_(as_tensor(content))
+        return True
 
 
 @dataclass
@@ -47,12 +77,14 @@ class Inbox:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.wait_until: WaitUntil = self._wait_until
+        self.wait_until: WaitUntil = self.wait_for_others
         """How to wait for a condition. A transport without a thread of its own puts its pump here:
         whoever waits for a message does the receiving."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._num_waiting = 0
         self._queues: dict[Key, _Queue] = {}
-        self._arriving: list[Arrival] = []
+        self._arriving: set[Arrival] = set()
         self._lost: dict[int, ShoalError] = {}
         self._closed = False
 
@@ -60,8 +92,8 @@ class Inbox:
 
     def expect(self, peer: int, tag: str, into: Tree) -> ReceiveJob:
         job = ReceiveJob(self, peer, tag, into)
-        with self._changed:
-            queue = self._queues.setdefault((peer, tag), _Queue())
+        with self._lock:
+            queue = self._queue(peer, tag)
             if queue.messages:
                 job._finish(queue.messages.popleft())
             elif error := self._trouble(peer):
@@ -73,49 +105,60 @@ class Inbox:
     # -- the transport -----------------------------------------------------------------------------
 
     def arrive(self, peer: int, tag: str, plan: Any, slots: list[Slot]) -> Arrival:
-        """Room for a message whose header has come and has been checked."""
-        with self._changed:
-            queue = self._queues.setdefault((peer, tag), _Queue())
-            job = queue.jobs.popleft() if queue.jobs else None
-            arrival = Arrival(peer, tag, plan, slots, [], [], job)
-            self._arriving.append(arrival)
-        offered = job._offer(slots) if job else None
-        for number, slot in enumerate(slots):
-            if offered is not None:
-                tensor = offered[number]
-                arrival.rooms.append(bytes_of(tensor))
-            else:
-                tensor, room = allocate(slot)
-                arrival.rooms.append(room)
-            arrival.tensors.append(tensor)
+        """A message whose header has come and has been checked."""
+        arrival = Arrival(peer, tag, plan, slots)
+        with self._lock:
+            queue = self._queue(peer, tag)
+            if queue.jobs:
+                arrival.job = queue.jobs.popleft()
+                arrival._offered = arrival.job._offer(slots)
+            self._arriving.add(arrival)
         return arrival
 
     def deliver(self, arrival: Arrival) -> None:
-        """The buffers are full. Raises WireError if they make no message."""
-        try:
-            tree = put_together(arrival.plan, arrival.slots, arrival.tensors)
-        except WireError as error:
-            self.lose(arrival.peer, error)
-            raise
-        with self._changed:
+        """The slots are full. Raises WireError if they make no message."""
+        tree = put_together(arrival.plan, arrival.slots, arrival.tensors)
+        with self._lock:
+            if arrival not in self._arriving:
+                return  # the peer was lost meanwhile, and whoever asked has been told
             self._arriving.remove(arrival)
-            queue = self._queues[arrival.peer, arrival.tag]
+            queue = self._queue(arrival.peer, arrival.tag)
             if arrival.job is not None and not arrival.job._given_up:
                 arrival.job._finish(tree)
             elif queue.jobs:  # someone asked while it came
                 queue.jobs.popleft()._finish(tree)
             else:
                 queue.messages.append(tree)
+            self._wake()
+
+    def stir(self) -> None:
+        """Wake those who wait for someone else to receive: it is their turn."""
+        if self._num_waiting:
+            with self._lock:
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._num_waiting:
             self._changed.notify_all()
+
+    def _queue(self, peer: int, tag: str) -> _Queue:
+        queue = self._queues.get((peer, tag))
+        if queue is None:
+            queue = self._queues[peer, tag] = _Queue()
+        return queue
 
     def lose(self, peer: int, error: ShoalError) -> None:
         """Nothing more will come from `peer`. What has come can still be had."""
-        with self._changed:
+        with self._lock:
             self._lost.setdefault(peer, error)
             self._fail_jobs([peer], error)
 
+    def lost(self, peer: int) -> ShoalError:
+        """Why nothing more will come from `peer`."""
+        return self._lost[peer]
+
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             peers = [peer for peer, _ in self._queues]
             self._fail_jobs(peers, WireError("the link was closed"))
@@ -129,8 +172,8 @@ class Inbox:
         for arrival in self._arriving:
             if arrival.peer in peers and arrival.job is not None:
                 arrival.job._fail(error)
-        self._arriving = [each for each in self._arriving if each.peer not in peers]
-        self._changed.notify_all()
+        self._arriving = {each for each in self._arriving if each.peer not in peers}
+        self._wake()
 
     def _trouble(self, peer: int) -> ShoalError | None:
         return WireError("the link was closed") if self._closed else self._lost.get(peer)
@@ -140,8 +183,8 @@ class Inbox:
 
         False if the message came in the last moment.
         """
-        with self._changed:
-            if job.done():
+        with self._lock:
+            if job._done:
                 return False
             job._given_up = True
             queue = self._queues[job.peer, job.tag]
@@ -149,13 +192,22 @@ class Inbox:
                 queue.jobs.remove(job)
             return True
 
-    def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(condition, limit_s)
+    def wait_for_others(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Wait for what another thread delivers."""
+        if condition():
+            return True
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                return self._changed.wait_for(condition, limit_s)
+            finally:
+                self._num_waiting -= 1
 
 
 class ReceiveJob:
     """Someone who asked for a message."""
+
+    __slots__ = ("_done", "_error", "_given_up", "_inbox", "_into", "_tree", "peer", "tag")
 
     def __init__(self, inbox: Inbox, peer: int, tag: str, into: Tree) -> None:
         self.peer, self.tag = peer, tag
@@ -167,11 +219,15 @@ class ReceiveJob:
         self._error: ShoalError | None = None
 
     def done(self) -> bool:
+        """Whether it is here. Asking moves things along, where nobody else does."""
+        return self._done or self._inbox.wait_until(self._is_done, 0)
+
+    def _is_done(self) -> bool:
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> Tree:
         limit_s = self._inbox.timeout_s if timeout_s is None else timeout_s
-        if not self._inbox.wait_until(self.done, limit_s) and self._inbox.withdraw(self):
+        if not self._inbox.wait_until(self._is_done, limit_s) and self._inbox.withdraw(self):
             tag = f" with tag {self.tag!r}" if self.tag else ""
             raise WireError(
                 f"waited {limit_s:g} s for a message{tag} from rank {self.peer}; none came"
@@ -196,12 +252,15 @@ class ReceiveJob:
         """The tensors of `into`, if what comes can be received right into them."""
         if self._into is None:
             return None
-        wanted = take_apart(self._into)
         tensors = _tensors_of(self._into)
-        fits = wanted.slots == slots and all(
-            t.device.type == "cpu" and t.is_contiguous() for t in tensors
+        fits = len(tensors) == len(slots) and all(
+            t.is_cpu
+            and t.is_contiguous()
+            and slot.kind == DTYPE_NAMES.get(t.dtype)
+            and slot.shape == list(t.shape)
+            for t, slot in zip(tensors, slots, strict=True)
         )
-        return tensors if fits and len(tensors) == len(slots) else None
+        return [t.detach() for t in tensors] if fits else None
 
 
 def _tensors_of(tree: Tree) -> list[torch.Tensor]:

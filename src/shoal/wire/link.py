@@ -9,6 +9,8 @@ from shoal.errors import WireError
 from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.tree import Tree
 
+FAREWELL_S = 10.0
+
 
 class Job(ABC):
     """A message under way."""
@@ -23,6 +25,19 @@ class Job(ABC):
 
 
 Job.register(ReceiveJob)
+
+
+class _Done(Job):
+    """A message that has gone."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Tree:
+        return None
+
+
+DONE = _Done()
 
 
 class Link(Closing):
@@ -58,8 +73,11 @@ class Link(Closing):
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
         """Like send, but at once. The tensors must not be changed until the job is done."""
 
-    def close(self) -> None:
-        """Waits that are under way end with an error."""
+    def close(self, farewell_s: float = FAREWELL_S) -> None:
+        """Waits that are under way end with an error.
+
+        farewell_s: how long, at most, what was sent may still take to get away.
+        """
         self._inbox.close()
 
     def _check_peer(self, peer: int) -> None:

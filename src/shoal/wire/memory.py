@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shoal.errors import PeerLost, WireError
-from shoal.wire import header
-from shoal.wire.link import Job, Link
-from shoal.wire.tree import Tree, take_apart
+from shoal.wire import front
+from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link
+from shoal.wire.tree import Tree, bytes_of, take_apart
 
 
 class MemoryLink(Link):
@@ -15,6 +16,7 @@ class MemoryLink(Link):
         super().__init__(rank, size, timeout_s)
         self._links = links
         self._sent = [0] * size
+        self._reader = front.FrontReader(DEFAULT_LIMIT_BYTES)
         self._open = True
 
     @classmethod
@@ -32,28 +34,20 @@ class MemoryLink(Link):
         if not peer._open:
             raise PeerLost(f"rank {self.rank} cannot send to rank {to}: it has left")
         parcel = take_apart(tree)
-        head, plan = header.encode(parcel, tag, self._sent[to])
+        head, buffers = front.pack(parcel, tag, self._sent[to], DEFAULT_LIMIT_BYTES)
         self._sent[to] += 1
-        read = header.decode(head)
-        if read.plan_bytes:
-            read = header.decode_plan(read, plan)
-        arrival = peer._inbox.arrive(self.rank, tag, read.plan, read.slots)
-        for room, content in zip(arrival.rooms, parcel.buffers, strict=True):
-            room.copy_(content)
+        read = self._reader.read(memoryview(head))
+        arrival = peer._inbox.arrive(self.rank, tag, read.header.plan, read.header.slots)
+        for number, start, end in read.small:
+            arrival.take(number, bytearray(head[start:end]))
+        for number, buffer in zip(read.behind, buffers, strict=True):
+            arrival.room(number).copy_(bytes_of(buffer))
         peer._inbox.deliver(arrival)
-        return _Sent()
+        return DONE
 
-    def close(self) -> None:
+    def close(self, farewell_s: float = FAREWELL_S) -> None:
         if self._open:
             self._open = False
-            super().close()
+            super().close(farewell_s)
             for peer in self._links:
                 peer._inbox.lose(self.rank, PeerLost(f"rank {self.rank} has left"))
-
-
-class _Sent(Job):
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> Tree:
-        return None

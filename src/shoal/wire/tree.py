@@ -12,10 +12,10 @@ class or a function: there is nothing to execute.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import numpy
 import torch
 
 from shoal.errors import WireError
@@ -27,6 +27,7 @@ MAX_DEPTH = 64
 MAX_DIMENSIONS = 64
 INLINE_BYTES = 1024
 """Text and bytes up to this long stay in the plan."""
+HUGE_BYTES = 4 * 2**20
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -39,6 +40,12 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TEXT, BYTES = "text", "bytes"
+_NUMPY = {
+    dtype
+    for name, dtype in DTYPES.items()
+    if not name.startswith(("float8", "bfloat", "complex32"))
+}
+_SCALARS = (bool, int, float, str)
 
 _SMALLEST_INT, _LARGEST_INT = -(2**63), 2**64 - 1  # what the encoding holds as a number
 
@@ -56,14 +63,13 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return item * math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A message taken apart."""
 
     plan: Any
     slots: list[Slot]
     buffers: list[torch.Tensor]
-    """One dimension of uint8 each, in host memory. A tensor that is so already is not copied."""
+    """Contiguous, in host memory. A tensor that lies so already is not copied."""
 
 
 # -- apart -----------------------------------------------------------------------------------------
@@ -71,15 +77,30 @@ class Parcel:
 
 def take_apart(tree: Tree) -> Parcel:
     """Raises WireError, naming the place in the tree, for what cannot be sent."""
-    parcel = Parcel(None, [], [])
-    plan = _plan(tree, parcel, "message", 0)
-    return Parcel(plan, parcel.slots, parcel.buffers)
+    slots: list[Slot] = []
+    buffers: list[torch.Tensor] = []
+    return Parcel(_plan(tree, slots, buffers, ()), slots, buffers)
 
 
-def _plan(value: Any, parcel: Parcel, where: str, depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise WireError(f"{where}: nested more than {MAX_DEPTH} deep (a list inside itself?).")
+_Path = tuple[Any, ...]
+"""The way to a place in the tree: keys and indices."""
+
+
+def _plan(value: Any, slots: list[Slot], buffers: list[torch.Tensor], path: _Path) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _buffer(*_tensor(value, path), slots, buffers)
+    if len(path) > MAX_DEPTH:
+        raise WireError(
+            f"{_place(path[:3])}...: nested more than {MAX_DEPTH} deep (a list inside itself?)."
+        )
     match value:
+        case dict():
+            keys = [_key(key, path) for key in value]
+            return ["d", keys, [_plan(v, slots, buffers, (*path, k)) for k, v in value.items()]]
+        case list() | tuple():
+            letter = "l" if isinstance(value, list) else "t"
+            inner = [_plan(v, slots, buffers, (*path, i)) for i, v in enumerate(value)]
+            return [letter, inner]
         case None | bool() | float():
             return value
         case int():
@@ -88,29 +109,23 @@ def _plan(value: Any, parcel: Parcel, where: str, depth: int) -> Any:
             encoded = value.encode("utf-8", "surrogatepass")
             if len(encoded) <= INLINE_BYTES and encoded.isascii():
                 return value
-            return _buffer(TEXT, [len(encoded)], _bytes_tensor(encoded), parcel)
+            return _buffer(TEXT, [len(encoded)], as_tensor(bytearray(encoded)), slots, buffers)
         case bytes() | bytearray() | memoryview():
             content = bytes(value)
             if len(content) <= INLINE_BYTES:
                 return ["y", content]
-            return _buffer(BYTES, [len(content)], _bytes_tensor(content), parcel)
-        case torch.Tensor():
-            return _tensor(value, parcel, where)
-        case dict():
-            keys = [_key(key, where) for key in value]
-            inner = [_plan(v, parcel, f"{where}[{k!r}]", depth + 1) for k, v in value.items()]
-            return ["d", keys, inner]
-        case list() | tuple():
-            letter = "l" if isinstance(value, list) else "t"
-            inner = [_plan(v, parcel, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-            return [letter, inner]
+            return _buffer(BYTES, [len(content)], as_tensor(bytearray(content)), slots, buffers)
     raise WireError(
-        f"{where}: a {type(value).__name__} cannot be sent. What can: dict, list, tuple, None, "
-        "bool, int, float, str, bytes and tensors."
+        f"{_place(path)}: a {type(value).__name__} cannot be sent. What can: dict, list, tuple, "
+        "None, bool, int, float, str, bytes and tensors."
     )
 
 
-def _key(key: Any, where: str) -> Any:
+def _place(path: _Path) -> str:
+    return "message" + "".join(f"[{step!r}]" for step in path)
+
+
+def _key(key: Any, path: _Path) -> Any:
     if isinstance(key, bytes) and len(key) <= INLINE_BYTES:
         return ["y", key]
     if isinstance(key, str) and len(key.encode("utf-8", "surrogatepass")) <= INLINE_BYTES:
@@ -120,40 +135,63 @@ def _key(key: Any, where: str) -> Any:
     if isinstance(key, int):
         return key if _SMALLEST_INT <= key <= _LARGEST_INT else ["i", hex(key)]
     raise WireError(
-        f"{where}: a dict key must be None, bool, int, float, or str or bytes of at most "
+        f"{_place(path)}: a dict key must be None, bool, int, float, or str or bytes of at most "
         f"{INLINE_BYTES} bytes; got {type(key).__name__}."
     )
 
 
-def _tensor(tensor: torch.Tensor, parcel: Parcel, where: str) -> Any:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+def _tensor(tensor: torch.Tensor, path: _Path) -> tuple[str, list[int], torch.Tensor]:
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None or tensor.layout != torch.strided:
         raise WireError(
-            f"{where}: a {tensor.dtype} tensor of layout {tensor.layout} cannot be sent. Make it "
-            "dense first, of one of: " + ", ".join(DTYPES) + "."
+            f"{_place(path)}: a {tensor.dtype} tensor of layout {tensor.layout} cannot be sent. "
+            "Make it dense first, of one of: " + ", ".join(DTYPES) + "."
         )
     if tensor.is_meta:
-        raise WireError(f"{where}: a tensor on the meta device has no values to send.")
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if plain.dtype == torch.complex32:
-        plain = plain.view(torch.int32)  # the same bytes; torch warns of every new complex32
-    content = bytes_of(plain.contiguous())
-    return _buffer(DTYPE_NAMES[tensor.dtype], list(tensor.shape), content, parcel)
+        raise WireError(f"{_place(path)}: a tensor on the meta device has no values to send.")
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if not plain.is_cpu or plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg().cpu()
+    if not plain.is_contiguous():
+        if name == "complex32":
+            plain = plain.view(torch.int32)  # the same bytes; torch warns of new complex32
+        plain = plain.contiguous()
+    return name, list(tensor.shape), plain
+
+
+def _buffer(
+    kind: str,
+    shape: list[int],
+    content: torch.Tensor,
+    slots: list[Slot],
+    buffers: list[torch.Tensor],
+) -> list[Any]:
+    slots.append(Slot(kind, shape))
+    buffers.append(content)
+    return ["b", len(slots) - 1]
+
+
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, seen as one dimension of uint8."""
+    if tensor.dtype == torch.complex32:
+        tensor = tensor.view(torch.int32)
     # Not view(-1): a contiguous tensor of one element may have any stride, and keeps it.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _buffer(kind: str, shape: list[int], content: torch.Tensor, parcel: Parcel) -> list[Any]:
-    parcel.slots.append(Slot(kind, shape))
-    parcel.buffers.append(content)
-    return ["b", len(parcel.slots) - 1]
+def memory_of(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor as a buffer, of whatever format."""
+    return (tensor if tensor.dtype in _NUMPY else bytes_of(tensor)).numpy()
 
 
-def _bytes_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+def as_tensor(content: Any) -> torch.Tensor:
+    """Memory that is ours alone, seen as bytes of a tensor."""
+    if not len(content):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 # -- checked and together --------------------------------------------------------------------------
@@ -181,56 +219,79 @@ def check_slots(slots: list[Slot], limit_bytes: int) -> int:
 
 def allocate(slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
     """An empty tensor for a slot, and its bytes to be received into."""
-    room = torch.empty(slot.size_bytes, dtype=torch.uint8)
+    size = slot.size_bytes
+    if size >= HUGE_BYTES:  # numpy asks the kernel for huge pages, which spares most page faults
+        room = torch.from_numpy(numpy.empty(size, dtype=numpy.uint8))
+    else:
+        room = torch.empty(size, dtype=torch.uint8)
     return room.view(DTYPES.get(slot.kind, torch.uint8)).view(slot.shape), room
+
+
+def shaped(slot: Slot, content: Any) -> torch.Tensor:
+    """Memory that is ours alone, as the tensor that a slot says it is. Not copied."""
+    if not len(content):
+        return torch.empty(slot.shape, dtype=DTYPES.get(slot.kind, torch.uint8))
+    tensor = torch.frombuffer(content, dtype=DTYPES.get(slot.kind, torch.uint8))
+    return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
 
 
 def put_together(plan: Any, slots: list[Slot], tensors: list[torch.Tensor]) -> Tree:
     """The message again. Raises WireError where the plan is not one that `take_apart` makes."""
-    used = [False] * len(slots)
+    left = dict(enumerate(tensors))
     try:
-        tree = _build(plan, slots, tensors, used, 0)
+        tree = _build(plan, slots, left, 0)
     except (RecursionError, ValueError, TypeError) as error:
         raise WireError(f"the plan makes no sense: {error}") from error
-    if not all(used):
+    if left:
         raise WireError("a buffer came that the plan does not use")
     return tree
 
 
-def _build(
-    plan: Any, slots: list[Slot], tensors: list[torch.Tensor], used: list[bool], depth: int
-) -> Tree:
+def _build(plan: Any, slots: list[Slot], left: dict[int, torch.Tensor], depth: int) -> Tree:
+    if not isinstance(plan, list):
+        if plan is None or isinstance(plan, _SCALARS):
+            return plan
+        raise WireError("the plan has something that no message has")
     if depth > MAX_DEPTH:
         raise WireError(f"the plan is nested more than {MAX_DEPTH} deep")
-    if plan is None or isinstance(plan, bool | int | float | str):
-        return plan
-    match plan:
-        case ["i", str(digits)] if len(digits) <= 2 * INLINE_BYTES:
-            return int(digits, 16)
-        case ["y", bytes(content)]:
-            return content
-        case ["b", int(number)] if 0 <= number < len(slots) and not used[number]:
-            used[number] = True
-            if slots[number].kind == TEXT:
-                return _content(tensors[number]).decode("utf-8", "surrogatepass")
-            return _content(tensors[number]) if slots[number].kind == BYTES else tensors[number]
-        case ["l", list(items)]:
-            return [_build(item, slots, tensors, used, depth + 1) for item in items]
-        case ["t", list(items)]:
-            return tuple(_build(item, slots, tensors, used, depth + 1) for item in items)
-        case ["d", list(keys), list(values)] if len(keys) == len(values):
-            made = {
-                _build_key(key): _build(value, slots, tensors, used, depth + 1)
-                for key, value in zip(keys, values, strict=True)
-            }
-            if len(made) != len(keys):
-                raise WireError("the plan has a dict with the same key twice")
-            return made
+    letter, inner, *more = plan
+    if letter == "b" and type(inner) is int and not more:
+        tensor = left.pop(inner, None)
+        if tensor is None:
+            raise WireError("the plan points to a buffer that is not there, or has been used")
+        return _value(slots[inner].kind, tensor)
+    if letter == "d":
+        (values,) = more
+        made = {
+            _build_key(key): _build(value, slots, left, depth + 1)
+            for key, value in zip(_list(inner), _list(values), strict=True)
+        }
+        if len(made) != len(inner):
+            raise WireError("the plan has a dict with the same key twice")
+        return made
+    if letter == "l" and not more:
+        return [_build(item, slots, left, depth + 1) for item in _list(inner)]
+    if letter == "t" and not more:
+        return tuple([_build(item, slots, left, depth + 1) for item in _list(inner)])
+    if letter in ("y", "i"):
+        return _build_key(plan)
     raise WireError("the plan has something that no message has")
 
 
+def _value(kind: str, tensor: torch.Tensor) -> Any:
+    if kind == TEXT:
+        return tensor.numpy().tobytes().decode("utf-8", "surrogatepass")
+    return tensor.numpy().tobytes() if kind == BYTES else tensor
+
+
+def _list(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    raise WireError("the plan has something else where it should have a list")
+
+
 def _build_key(key: Any) -> Any:
-    if key is None or isinstance(key, bool | int | float | str):
+    if key is None or isinstance(key, _SCALARS):
         return key
     match key:
         case ["y", bytes(content)]:
@@ -240,7 +301,3 @@ def _build_key(key: Any) -> Any:
         case ["i", str(digits)] if len(digits) <= 2 * INLINE_BYTES:
             return int(digits, 16)
     raise WireError("the plan has a dict key that no message has")
-
-
-def _content(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()

@@ -3,128 +3,194 @@
     rank 0   ROUTER <──────── DEALER   rank 1        each rank listens on one ROUTER and has a
              DEALER ────────> ROUTER                 DEALER to every peer: a connection each way
 
-A small message is one zmq message: `header [plan] buffer...`. A large one is `header [plan]`, then
-its buffers in chunks, each a zmq message of its own, which are received right into place.
+A message is its front and, behind it, its large buffers cut into pieces. The first piece rides
+with the front, each further one is a zmq message of its own, received right into place:
 
-There is no thread here. Whoever waits, for a message to come or to have gone, does the receiving
-for all (`_pump`); ZeroMQ's own thread moves bytes and keeps the heartbeat meanwhile. Queues on the
-sending side have no limit and hold no copies; on the receiving side they are short, so that a slow
-receiver slows its senders and not its memory.
+    [front, piece]  [stamp, piece]  [stamp, piece] ...          stamp = message number, piece number
+
+Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
+message there is no thread of ours. Who may connect, and who has gone, is the gate's business
+(zmq_gate.py). Queues on the sending side have no limit and hold no copies; on the receiving side
+they are short, so that a slow receiver slows its senders and does not fill its memory.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from shoal.errors import PeerLost, WireError
 from shoal.network import is_loopback
-from shoal.wire import header
+from shoal.wire import front
+from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import Arrival
-from shoal.wire.link import Job, Link
-from shoal.wire.tree import Parcel, Tree, take_apart
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link
+from shoal.wire.tree import Tree, bytes_of, take_apart
+from shoal.wire.zmq_gate import Gate, Guest, Keys
 
-CHUNK_BYTES = 2**20
-"""Messages up to this size travel whole, larger ones in pieces of it."""
-COPY_BYTES = 64 * 1024
-"""Below this, copying a buffer is cheaper than telling when it is free again."""
-RECEIVE_QUEUE = 64
-"""Zmq messages that wait in this process for someone to receive them."""
-FAREWELL_S = 2.0
+PIECE_BYTES = 2 * 2**20
+RECEIVE_QUEUE = 16
+"""Zmq messages of each peer that wait in this process for someone to receive them."""
+TURN_S = 0.1
+"""How long to wait for a message before looking after other things."""
+SEND_TURN_S = 0.005
 LAST_WORDS_S = 0.3
 """After a connection broke: how long what is still underway may take to arrive."""
 
+HELLO, GOODBYE = b"h", b"g"
+_STAMP = struct.Struct("<QI")
+
 log = logging.getLogger("shoal.wire")
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What a rank tells the others, so that they can connect."""
+
+    endpoint: str
+    token: str
+    """Whoever connects must know it."""
+    public_key: str = ""
 
 
 @dataclass
 class _Peer:
     rank: int
+    name: str
+    guest: Guest
+    """Who the gate says is behind the messages of this rank."""
     dealer: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    reader: front.FrontReader
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_sent: int = 0
     num_received: int = 0
-    arrival: Arrival | None = None
-    """The large message that is coming in chunks, if one is."""
-    chunks: list[memoryview] = field(default_factory=list)
-    """Where its next chunks go, the next one last."""
+    has_come: bool = False
     is_gone: bool = False
-    broken_at: float | None = None
+    arrival: Arrival | None = None
+    """The message whose further pieces are coming, if one is."""
+    pieces: list[tuple[int, memoryview]] = field(default_factory=list)
+    """Where they go: (piece number, place), the next one last."""
 
 
 class ZmqLink(Link):
-    """Open with `listen`, exchange endpoints, then `connect`."""
+    """Open with `listen`, hand out the `card`, then `connect` and `settle`."""
 
     def __init__(
-        self, rank: int, size: int, *, timeout_s: float, limit_bytes: int, hung_s: float
-    ) -> None:
-        super().__init__(rank, size, timeout_s)
-        self._limit_bytes = limit_bytes
-        self._hung_s = hung_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.rcvhwm = RECEIVE_QUEUE
-        self._router.maxmsgsize = max(header.MAX_PLAN_BYTES, CHUNK_BYTES)
-        self._keep_heartbeat(self._router)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._peers: dict[int, _Peer] = {}
-        self._pumping = threading.Lock()
-        self._is_open = True
-        self._inbox.wait_until = self._pump_until
-        self.endpoint = ""
-
-    @classmethod
-    def listen(
-        cls,
+        self,
         rank: int,
         size: int,
         address: str = "127.0.0.1",
         *,
+        keys: Keys | None = None,
+        insecure: bool = False,
         timeout_s: float = 60.0,
-        limit_bytes: int = header.DEFAULT_LIMIT_BYTES,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
         hung_s: float = 10.0,
-    ) -> ZmqLink:
-        """Listen on a free port of `address`; `endpoint` says which."""
-        if not is_loopback(address):
+    ) -> None:
+        """Listens on a free port of `address`."""
+        if not (is_loopback(address) or keys or insecure):
             raise WireError(
-                f"this link listens on loopback only, not on {address}: "
-                "keys, which other addresses need, are not there yet"
+                f"rank {rank} will not listen on {address} without keys: anyone on that network "
+                "could send to it. Make a key on every host (shoal keygen) and authorize each with "
+                "each; or, on a network that you trust, say --insecure."
             )
-        link = cls(rank, size, timeout_s=timeout_s, limit_bytes=limit_bytes, hung_s=hung_s)
+        super().__init__(rank, size, timeout_s)
+        self._limit_bytes = limit_bytes
+        self._hung_s = hung_s
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.blocky = False
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.rcvhwm = RECEIVE_QUEUE
+        self._router.rcvtimeo = int(1000 * TURN_S)
+        self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, PIECE_BYTES)
+        # The listening side shows that it lives and leaves it to the other to judge: with full
+        # queues it reads nothing, and would take the other for dead.
+        self._router.heartbeat_ivl = 1000
+        self._router.heartbeat_timeout = 0
         host = f"[{address}]" if ":" in address else address
-        if ":" in address:
-            link._router.ipv6 = True
-        port = link._router.bind_to_random_port(f"tcp://{host}")
-        link.endpoint = f"tcp://{host}:{port}"
-        return link
+        self._router.ipv6 = ":" in address
+        self._gate = Gate(self._context, self._router, rank, keys, any_address=insecure)
+        port = self._router.bind_to_random_port(f"tcp://{host}")
+        self.card = Card(
+            f"tcp://{host}:{port}",
+            secrets.token_hex(16),
+            keys.pair.public if keys else "",
+        )
+        self._peers: dict[int, _Peer] = {}
+        self._by_identity: dict[bytes, _Peer] = {}
+        self._strangers: set[bytes] = set()
+        self._pumping = threading.Lock()
+        self._is_open = True
+        self._inbox.wait_until = self._pump_until
 
-    def connect(self, endpoints: list[str]) -> None:
-        """Endpoints of all ranks, by rank."""
-        for rank, endpoint in enumerate(endpoints):
+    def connect(self, cards: list[Card], names: list[str] | None = None) -> None:
+        """To all others. cards: of all ranks, by rank; names: how to call them in errors."""
+        for rank, card in enumerate(cards):
             if rank == self.rank:
                 continue
+            name = names[rank] if names else f"rank {rank}"
+            if (self._keys is None) != (not card.public_key):
+                which = ("without", "with") if self._keys is None else ("with", "without")
+                raise WireError(
+                    f"rank {self.rank} came {which[0]} keys, {name} {which[1]}: "
+                    "all or none must have them"
+                )
+            if self._keys and not self._keys.name_of(card.public_key):
+                raise WireError(
+                    f"rank {self.rank} does not know the key of {name}. If it is to be trusted, "
+                    f"append this line to {self._keys.authorized.path} on rank {self.rank}'s host:"
+                    f"\n{card.public_key} {name.split()[0]}-{rank}"
+                )
             dealer = self._context.socket(zmq.DEALER)
             dealer.sndhwm = 0
-            dealer.identity = _identity(self.rank)
-            self._keep_heartbeat(dealer)
-            monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._poller.register(monitor, zmq.POLLIN)
-            self._peers[rank] = _Peer(rank, dealer, monitor)
-            dealer.connect(endpoint)
+            dealer.reconnect_ivl = -1  # what a broken connection swallowed cannot be made good
+            dealer.heartbeat_ivl = 1000
+            dealer.heartbeat_timeout = int(1000 * self._hung_s)
+            dealer.ipv6 = "[" in card.endpoint
+            dealer.identity = _identity(self.rank, card.token)
+            if self._keys:
+                dealer.curve_publickey = self._keys.pair.public.encode()
+                dealer.curve_secretkey = self._keys.pair.secret.encode()
+                dealer.curve_serverkey = card.public_key.encode()
+            guest = self._gate.expect(dealer, card.public_key)
+            peer = self._peers[rank] = _Peer(
+                rank, name, guest, dealer, front.FrontReader(self._limit_bytes)
+            )
+            self._by_identity[_identity(rank, self.card.token)] = peer
+            dealer.connect(card.endpoint)
+            dealer.send(HELLO)
+        self._gate.open()
 
-    def _keep_heartbeat(self, socket: zmq.Socket[bytes]) -> None:
-        socket.heartbeat_ivl = 1000
-        socket.heartbeat_timeout = int(1000 * self._hung_s)
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until all others have connected and are connected to."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        peers = self._peers.values()
+
+        def is_settled() -> bool:
+            return any(p.guest.refusal for p in peers) or not any(map(self._missing, peers))
+
+        self._pump_until(is_settled, limit_s)
+        faults = [f"{p.name}: {fault}" for p in peers if (fault := self._missing(p))]
+        if faults:
+            raise WireError(
+                f"rank {self.rank}, listening at {self.card.endpoint}, has no link with "
+                + "; ".join(faults)
+            )
+
+    def _missing(self, peer: _Peer) -> str:
+        if not peer.guest.is_connected:
+            return peer.guest.refusal or "it cannot be reached (is a firewall between us?)"
+        return "" if peer.has_come else "it can be reached, but it does not reach us"
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -132,215 +198,252 @@ class ZmqLink(Link):
         self._check_peer(to)
         peer = self._peers[to]
         parcel = take_apart(tree)
-        with peer.lock:  # chunks of two messages must not mix
+        with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
                 raise WireError("the link was closed")
             if peer.is_gone:
-                raise PeerLost(f"rank {self.rank} cannot send to rank {to}: it has left")
-            trackers = self._send(peer, parcel, tag)
+                raise self._inbox.lost(to)
+            number = peer.num_sent
+            head, buffers = front.pack(parcel, tag, number, self._limit_bytes)
             peer.num_sent += 1
-        return _SendJob(self, trackers, to)
-
-    def _send(self, peer: _Peer, parcel: Parcel, tag: str) -> list[zmq.MessageTracker]:
-        head, plan = header.encode(parcel, tag, peer.num_sent)
-        front: list[bytes | memoryview] = [head, plan] if plan else [head]
-        total = sum(buffer.numel() for buffer in parcel.buffers)
-        if total > self._limit_bytes:
-            raise WireError(f"a message of {total} bytes; the limit is {self._limit_bytes}")
-        if total <= CHUNK_BYTES:
-            pieces = [_memory(buffer) for buffer in parcel.buffers]
-            more = [zmq.SNDMORE] * (len(front) + len(pieces) - 1) + [0]
-        else:
-            pieces = [piece for buffer in parcel.buffers for piece in _cut(_memory(buffer))]
-            more = [zmq.SNDMORE] * (len(front) - 1) + [0] * (len(pieces) + 1)
-        trackers = []
-        for frame, flags in zip([*front, *pieces], more, strict=True):
-            large = len(frame) >= COPY_BYTES
-            if large:
-                trackers.append(peer.dealer.send(frame, flags, copy=False, track=True))
-            else:
-                peer.dealer.send(frame, flags)
-        return trackers
+            try:
+                if not buffers:
+                    peer.dealer.send(head, zmq.DONTWAIT)
+                    return DONE
+                trackers = _send_pieces(peer.dealer, head, number, buffers)
+            except zmq.Again:  # there is no limit to the queue, but no queue without a connection
+                raise PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}") from None
+        return _SendJob(self, peer, trackers)
 
     # -- receiving ---------------------------------------------------------------------------------
 
     def _pump_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        if condition():
+            return True
         deadline = time.monotonic() + limit_s
-        while not condition():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
+        left = limit_s
+        while True:
             if self._pumping.acquire(blocking=False):
                 try:
                     if not condition():
-                        self._pump(min(left, 0.1))
+                        self._pump(left)
                 finally:
                     self._pumping.release()
+                    self._inbox.stir()
             else:  # another thread receives for us
-                self._inbox._wait_until(condition, min(left, 0.02))
-        return True
+                self._inbox.wait_for_others(condition, min(left, TURN_S))
+            if condition():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
 
     def _pump(self, limit_s: float) -> None:
-        """Receive what is there; wait for something, `limit_s` at most, if nothing is."""
-        if not self._is_open:
+        """Receive the next message; wait for it, but not for long."""
+        if self._router.closed:
             return
-        if not self._receive_all():
-            for socket, _ in self._poller.poll(int(1000 * limit_s) + 1):
-                if socket is self._router:
-                    self._receive_all()
-                else:
-                    self._heed(socket)
-        for peer in self._peers.values():
-            broken = peer.broken_at
-            if broken is not None and not peer.is_gone and time.monotonic() > broken:
-                self._receive_all()
-                self._drop(peer, PeerLost(f"rank {self.rank} lost rank {peer.rank}: {_DEAD}"))
+        if limit_s < TURN_S and not self._router.poll(int(1000 * limit_s)):
+            self._bury()
+            return
+        try:
+            sender = self._router.recv()
+        except zmq.Again:
+            self._bury()
+            return
+        frame = self._router.recv(copy=False)
+        peer = self._by_identity.get(sender)
+        try:
+            if peer is None:
+                raise WireError("it is no rank of this crew")
+            if peer.is_gone:
+                return
+            frame = self._receive(peer, frame)
+            if frame.more:
+                raise WireError("more came than was announced")
+        except WireError as error:
+            self._refuse(sender, peer, error)
+        finally:
+            while frame.more:  # the rest of a message that was not understood
+                frame = self._router.recv(copy=False)
 
-    def _receive_all(self) -> bool:
-        received = False
-        for _ in range(2 * RECEIVE_QUEUE):
-            try:
-                sender = self._router.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            received = True
-            peer = self._peers.get(_rank_of(sender))
-            try:
-                if peer is None:
-                    raise WireError("it is no rank of this crew")
-                if peer.is_gone:
-                    continue
-                self._receive(peer)
-            except WireError as error:
-                who = f"rank {peer.rank}" if peer else f"a stranger ({sender[:16].hex()})"
-                log.warning("rank %d dropped %s: %s", self.rank, who, error)
-                if peer is not None:
-                    self._drop(peer, PeerLost(f"rank {self.rank} dropped {who}: {error}"))
-            finally:
-                while self._router.rcvmore:  # the rest of a message that was not understood
-                    self._router.recv()
-        return received
-
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: _Peer, frame: zmq.Frame) -> zmq.Frame:
+        """One zmq message from `peer`, of which `frame` is the first; returns its last frame."""
+        if not peer.guest.is_author_of(frame):
+            raise WireError("it has the key of another")
+        data = frame.buffer
         if peer.arrival is not None:
-            self._fill(peer.chunks.pop())
-            if self._router.rcvmore:
-                raise WireError("something came behind a chunk")
-            if not peer.chunks:
+            number, place = peer.pieces.pop()
+            if len(data) != _STAMP.size or _STAMP.unpack(data) != (peer.num_received - 1, number):
+                raise WireError(f"something else came where piece {number} of a message was due")
+            frame = self._next(frame)
+            _fill(place, frame)
+            if not peer.pieces:
                 arrival, peer.arrival = peer.arrival, None
                 self._inbox.deliver(arrival)
-            return
-        head = self._next_frame()
-        if not head:
-            self._drop(peer, PeerLost(f"rank {peer.rank} has left"))
-            return
-        read = header.decode(head, self._limit_bytes)
+            return frame
+        if len(data) == 1:
+            self._receive_control(peer, frame)
+            return frame
+        read = peer.reader.read(data)
         if read.number != peer.num_received:
             raise WireError(f"message {read.number} came, {peer.num_received} was due")
-        if read.plan_bytes:
-            read = header.decode_plan(read, self._next_frame(), self._limit_bytes)
         peer.num_received += 1
-        arrival = self._inbox.arrive(peer.rank, read.tag, read.plan, read.slots)
-        rooms = [_memory(room) for room in arrival.rooms]
-        if read.total_bytes > CHUNK_BYTES:
-            peer.arrival = arrival
-            peer.chunks = [piece for room in rooms for piece in _cut(room)][::-1]
-            return
-        for room in rooms:
-            self._fill(room)
-        if self._router.rcvmore:
-            raise WireError("more buffers came than were announced")
+        header, behind = read.header, read.behind
+        arrival = self._inbox.arrive(peer.rank, header.tag, header.plan, header.slots)
+        for number, start, end in read.small:
+            arrival.take(number, bytearray(data[start:end]))
+        if behind:
+            frame = self._next(frame)
+            if len(behind) == 1 and header.slots[behind[0]].size_bytes == len(frame) > 0:
+                arrival.take(behind[0], frame)  # where zmq put it is where it stays
+            else:
+                places = [p for number in behind for p in _cut(arrival.room(number))]
+                peer.pieces = list(enumerate(places))[::-1]
+                _fill(peer.pieces.pop()[1], frame)
+                if peer.pieces:
+                    peer.arrival = arrival
+                    return frame
         self._inbox.deliver(arrival)
+        return frame
 
-    def _next_frame(self) -> bytes:
-        if not self._router.rcvmore:
+    def _receive_control(self, peer: _Peer, frame: zmq.Frame) -> None:
+        match frame.bytes:
+            case b"h" if not peer.has_come:
+                peer.has_come = True
+                self._gate.greet(frame)
+            case b"g":
+                self._drop(peer, PeerLost(f"{peer.name} has left"))
+            case _:
+                raise WireError("it sent a sign that means nothing")
+
+    def _next(self, frame: zmq.Frame) -> zmq.Frame:
+        if not frame.more:
             raise WireError("a part of the message is missing")
-        return self._router.recv()
-
-    def _fill(self, room: memoryview) -> None:
-        if not self._router.rcvmore:
-            raise WireError("a buffer of the message is missing")
-        # An empty view cannot be received into; an empty frame still has to be taken.
-        size = self._router.recv_into(room) if len(room) else len(self._router.recv())
-        if size != len(room):
-            raise WireError(f"{size} bytes came where {len(room)} were announced")
+        return self._router.recv(copy=False)
 
     # -- peers that go -----------------------------------------------------------------------------
 
-    def _heed(self, monitor: zmq.Socket[bytes]) -> None:
-        event = recv_monitor_message(monitor)
+    def _bury(self) -> None:
+        """Nothing more is there to be received: give up those whose connection broke."""
         for peer in self._peers.values():
-            if peer.monitor is monitor and event["event"] == zmq.EVENT_DISCONNECTED:
-                peer.broken_at = time.monotonic() + LAST_WORDS_S
+            broken = peer.guest.broken_at
+            if broken and not peer.is_gone and time.monotonic() > broken + LAST_WORDS_S:
+                self._drop(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}"))
+
+    def _refuse(self, sender: bytes, peer: _Peer | None, error: WireError) -> None:
+        if peer is not None:
+            log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
+            self._drop(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
+        elif sender not in self._strangers and len(self._strangers) < 1000:
+            self._strangers.add(sender)  # one line each, not one for each message
+            log.warning("rank %d ignores a stranger (%s): %s", self.rank, sender.hex()[:32], error)
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:
         peer.is_gone = True
-        peer.arrival, peer.chunks = None, []
+        peer.arrival, peer.pieces = None, []
         self._inbox.lose(peer.rank, error)
 
-    def close(self) -> None:
-        """Say goodbye, behind all that was sent before, and give it a moment to get there."""
+    def close(self, farewell_s: float = FAREWELL_S) -> None:
+        """Say goodbye, behind all that was sent before, and give it time to get there."""
+        self._is_open = False
         with self._pumping:
-            if not self._is_open:
+            if self._router.closed:
                 return
-            self._pump(0.01)  # hear of those who left before: they need no farewell
-            self._is_open = False
-            super().close()
+            self._say_goodbye(farewell_s)
+            super().close(farewell_s)
+            self._gate.close()
             for peer in self._peers.values():
-                with peer.lock:
-                    gone = peer.is_gone or peer.broken_at is not None
-                    if not gone:
-                        peer.dealer.send(b"")
-                    self._poller.unregister(peer.monitor)
-                    peer.dealer.disable_monitor()
-                    peer.monitor.close(linger=0)
-                    peer.dealer.close(linger=0 if gone else int(1000 * FAREWELL_S))
+                peer.dealer.close(linger=0)
             self._router.close(linger=0)
             self._context.term()
+
+    def _say_goodbye(self, farewell_s: float) -> None:
+        deadline = time.monotonic() + farewell_s
+        parting: list[tuple[_Peer, zmq.MessageTracker]] = []
+        for peer in self._peers.values():
+            with peer.lock:
+                peer.dealer.copy_threshold = 0  # else so short a message is not tracked
+                try:
+                    gone = peer.dealer.send(GOODBYE, zmq.DONTWAIT, copy=False, track=True)
+                except zmq.Again:
+                    continue  # it has gone itself
+                parting.append((peer, gone))
+        while parting and time.monotonic() < deadline:
+            while self._router.poll(0):
+                self._pump(0)  # others may have to get rid of something first
+            parting = [
+                (peer, tracker)
+                for peer, tracker in parting
+                if not (tracker.done or peer.is_gone or peer.guest.broken_at)
+            ]
+            if parting:
+                _wait_a_little(parting[0][1])
 
 
 _DEAD = "its connection broke or it gave no sign of life. It was killed, is frozen, or is cut off"
 
 
+def _send_pieces(
+    dealer: zmq.Socket[bytes], head: bytes, number: int, buffers: list[torch.Tensor]
+) -> list[zmq.MessageTracker]:
+    trackers = []
+    pieces = [piece for buffer in buffers for piece in _cut(buffer)]
+    for count, piece in enumerate(pieces):
+        stamp = _STAMP.pack(number, count) if count else head
+        dealer.send(stamp, zmq.SNDMORE | zmq.DONTWAIT)
+        trackers.append(dealer.send(piece, zmq.DONTWAIT, copy=False, track=True))
+    return trackers
+
+
 class _SendJob(Job):
-    def __init__(self, link: ZmqLink, trackers: list[zmq.MessageTracker], to: int) -> None:
+    def __init__(self, link: ZmqLink, peer: _Peer, trackers: list[zmq.MessageTracker]) -> None:
         self._link = link
+        self._peer = peer
         self._trackers = trackers
-        self._to = to
 
     def done(self) -> bool:
-        if self._link._peers[self._to].is_gone:
-            return True
-        self._trackers = [t for t in self._trackers if not t.done]
-        return not self._trackers
+        self._link._pump_until(self._is_over, 0)
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        while self._trackers and self._trackers[-1].done:  # the last goes last
+            self._trackers.pop()
+        return not self._trackers or self._peer.is_gone
 
     def wait(self, timeout_s: float | None = None) -> Tree:
-        # Receive meanwhile: two ranks that send much to each other would otherwise wait for ever.
         limit_s = self._link.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        while not self.done():
+        while not self._is_over():
             if time.monotonic() > deadline:
                 raise WireError(
-                    f"waited {limit_s:g} s for rank {self._to} to take a message; it did not"
+                    f"waited {limit_s:g} s for {self._peer.name} to take a message; it did not"
                 )
-            self._link._pump_until(self.done, 0.002)
-        if self._trackers and not all(t.done for t in self._trackers):
-            raise PeerLost(f"rank {self._to} left before it had taken the whole message")
+            # Receive meanwhile: two ranks that send much to each other would else wait for ever.
+            _wait_a_little(self._trackers[-1])
+            self._link._pump_until(self._is_over, 0)
+        if self._trackers:
+            raise self._link._inbox.lost(self._peer.rank)
         return None
 
 
-def _identity(rank: int) -> bytes:
-    return b"r" + rank.to_bytes(4, "big")  # must not begin with a zero byte
+def _wait_a_little(tracker: zmq.MessageTracker) -> None:
+    try:
+        tracker.wait(SEND_TURN_S)
+    except zmq.NotDone:
+        return
 
 
-def _rank_of(identity: bytes) -> int:
-    return int.from_bytes(identity[1:], "big") if identity[:1] == b"r" else -1
+def _identity(rank: int, token: str) -> bytes:
+    return f"{rank}:{token}".encode()
 
 
-def _memory(buffer: torch.Tensor) -> memoryview:
-    array: Any = buffer.numpy()
-    return memoryview(array)
+def _cut(buffer: torch.Tensor) -> list[memoryview]:
+    array: Any = bytes_of(buffer).numpy()
+    view = memoryview(array)
+    return [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
 
 
-def _cut(buffer: memoryview) -> list[memoryview]:
-    return [buffer[at : at + CHUNK_BYTES] for at in range(0, len(buffer), CHUNK_BYTES)]
+def _fill(place: memoryview, frame: zmq.Frame) -> None:
+    if len(frame) != len(place):
+        raise WireError(f"{len(frame)} bytes came where {len(place)} were announced")
+    place[:] = frame.buffer

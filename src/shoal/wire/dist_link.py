@@ -1,0 +1,310 @@
+"""A link over torch.distributed: gloo's send and receive, under a small header.
+
+A receive of gloo's wants to know beforehand how much will come, cannot be asked whether it is done,
+and cannot be given up without breaking its whole group. So each pair of ranks has a group of its
+own, and each peer two threads here: one that receives for ever, one that waits for sends to end.
+
+    tag 1         fronts, into a block that is always waiting; a control byte is a front too
+    tag 2         the rest of a front that is longer than the block
+    tag 16 + n    a piece of a large buffer, n bytes long
+
+Every receive that is not waiting yet when its data is sent costs a turn of the network. So room for
+a piece as long as the last one is held ready: a steady stream of equal shapes never waits.
+
+Nothing here is encrypted or authenticated, as in every group of torch's: for networks that you
+trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import PeerLost, WireError
+from shoal.wire import front
+from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link
+from shoal.wire.tree import Tree, as_tensor, bytes_of, take_apart
+
+PIECE_BYTES = 4 * 2**20
+BLOCK_BYTES = 64 * 1024
+FRONT, REST, PIECE = 1, 2, 16
+BEAT_S = 1.0
+"""A rank that has nothing to say shows that it lives."""
+TURN_S = 0.25
+"""How often a wait looks for peers that are hung."""
+
+_LENGTH = struct.Struct("<I")
+BEAT, GOODBYE = b"\0", b"\1"
+_FOR_EVER = timedelta(days=365)
+
+log = logging.getLogger("shoal.wire")
+
+
+@dataclass(eq=False)
+class _Peer:
+    rank: int
+    name: str
+    group: Any
+    other: int
+    """The peer's rank within the group of two."""
+    reader: front.FrontReader
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outgoing: queue.SimpleQueue[_Outgoing | None] = field(default_factory=queue.SimpleQueue)
+    num_sent: int = 0
+    num_received: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+    lost: PeerLost | None = None
+    threads: list[threading.Thread] = field(default_factory=list)
+    spare: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    """By length: a receive that waits for a piece, and where it will be."""
+
+
+class DistLink(Link):
+    """Made by `join`."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float = 60.0,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        hung_s: float = 10.0,
+    ) -> None:
+        super().__init__(rank, size, timeout_s)
+        self._limit_bytes = limit_bytes
+        self._hung_s = hung_s
+        self._peers: dict[int, _Peer] = {}
+        self._is_open = True
+        self._inbox.wait_until = self._wait_until
+
+    def join(self, store: dist.Store, address: str, names: list[str] | None = None) -> None:
+        """Meet all others at `store`, each at the same time. address: of this rank."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=address)]
+        for other in range(self.size):
+            if other == self.rank:
+                continue
+            low, high = sorted((self.rank, other))
+            meeting = dist.PrefixStore(f"{low}-{high}", store)
+            name = names[other] if names else f"rank {other}"
+            try:
+                group = gloo(meeting, int(self.rank > other), 2, options)
+            except RuntimeError as error:
+                raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
+            self._peers[other] = _Peer(
+                other, name, group, int(self.rank < other), front.FrontReader(self._limit_bytes)
+            )
+        for peer in self._peers.values():
+            for work in (self._receive_for_ever, self._see_off):
+                peer.threads.append(threading.Thread(target=work, args=(peer,), daemon=True))
+                peer.threads[-1].start()
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
+        self._check_peer(to)
+        peer = self._peers[to]
+        parcel = take_apart(tree)
+        with peer.lock:
+            if not self._is_open:
+                raise WireError("the link was closed")
+            head, buffers = front.pack(parcel, tag, peer.num_sent, self._limit_bytes)
+            self._start(peer, head, buffers, outgoing := _Outgoing(self, peer))
+            peer.num_sent += 1
+        return outgoing if buffers else DONE
+
+    def _start(
+        self, peer: _Peer, head: bytes, buffers: list[torch.Tensor], outgoing: _Outgoing
+    ) -> None:
+        if peer.lost:
+            raise peer.lost
+        message = as_tensor(bytearray(_LENGTH.pack(len(head)) + head))
+        pieces = [(FRONT, message[:BLOCK_BYTES])]
+        if len(message) > BLOCK_BYTES:
+            pieces.append((REST, message[BLOCK_BYTES:]))
+        for buffer in buffers:
+            pieces += [(PIECE + len(piece), piece) for piece in bytes_of(buffer).split(PIECE_BYTES)]
+        try:
+            for tag, piece in pieces:
+                outgoing.works.append((peer.group.send([piece], peer.other, tag), piece))
+        except RuntimeError as error:
+            raise self._lose(peer, error) from error
+        peer.outgoing.put(outgoing)
+
+    def _see_off(self, peer: _Peer) -> None:
+        """In a thread: wait until what is sent has gone, and show a sign of life in between."""
+        while not peer.lost:
+            try:
+                outgoing = peer.outgoing.get(timeout=BEAT_S)
+            except queue.Empty:
+                with peer.lock:
+                    if self._is_open and not peer.lost:
+                        self._start(peer, BEAT, [], _Outgoing(self, peer))
+                continue
+            if outgoing is None:
+                return
+            try:
+                for work, _ in outgoing.works:
+                    work.wait(_FOR_EVER)
+            except RuntimeError as error:
+                self._lose(peer, error)
+                return
+            outgoing.finish()
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def _receive_for_ever(self, peer: _Peer) -> None:
+        """In a thread."""
+        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        waiting = self._expect(peer, block, FRONT)
+        try:
+            while True:
+                self._await(peer, waiting)
+                data = self._whole_front(peer, block)
+                waiting = self._expect(peer, block, FRONT)
+                if data == GOODBYE:
+                    self._answer_goodbye(peer)
+                    return
+                if data != BEAT:
+                    self._receive(peer, data)
+        except WireError as error:
+            log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
+            self._part(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
+        except RuntimeError as error:
+            self._lose(peer, error)
+
+    def _answer_goodbye(self, peer: _Peer) -> None:
+        with peer.lock:
+            if self._is_open:
+                self._start(peer, GOODBYE, [], _Outgoing(self, peer))
+            self._part(peer, PeerLost(f"{peer.name} has left"))
+            peer.outgoing.put(None)
+
+    def _whole_front(self, peer: _Peer, block: torch.Tensor) -> bytes:
+        array: Any = block.numpy()
+        (length,) = _LENGTH.unpack_from(array)
+        if not 0 < length <= front.MAX_FRONT_BYTES:
+            raise WireError(f"a front of {length} bytes; {front.MAX_FRONT_BYTES} is the most")
+        head: bytes = array[_LENGTH.size : _LENGTH.size + length].tobytes()
+        if len(head) < length:
+            rest = torch.empty(length - len(head), dtype=torch.uint8)
+            self._await(peer, self._expect(peer, rest, REST))
+            head += rest.numpy().tobytes()
+        return head
+
+    def _receive(self, peer: _Peer, data: bytes) -> None:
+        read = peer.reader.read(memoryview(data))
+        if read.number != peer.num_received:
+            raise WireError(f"message {read.number} came, {peer.num_received} was due")
+        peer.num_received += 1
+        header = read.header
+        arrival = self._inbox.arrive(peer.rank, header.tag, header.plan, header.slots)
+        for number, start, end in read.small:
+            arrival.take(number, bytearray(data[start:end]))
+        ready = None
+        for number in read.behind:
+            size = header.slots[number].size_bytes
+            if size in peer.spare:
+                work, place = peer.spare.pop(size)
+                self._await(peer, work)
+                if arrival.take(number, place.numpy()):
+                    ready = place  # it was copied out, and can be used again
+                continue
+            pieces = arrival.room(number).split(PIECE_BYTES)
+            for work in [self._expect(peer, piece, PIECE + len(piece)) for piece in pieces]:
+                self._await(peer, work)
+        if read.behind and size <= PIECE_BYTES:
+            ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
+            peer.spare[size] = self._expect(peer, ready, PIECE + size), ready
+        self._inbox.deliver(arrival)
+
+    def _expect(self, peer: _Peer, place: torch.Tensor, tag: int) -> Any:
+        return peer.group.recv([place], peer.other, tag)
+
+    def _await(self, peer: _Peer, work: Any) -> None:
+        work.wait(_FOR_EVER)
+        peer.heard_at = time.monotonic()
+
+    # -- waiting, and peers that go ----------------------------------------------------------------
+
+    def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        while not self._inbox.wait_for_others(condition, min(limit_s, TURN_S)):
+            now = time.monotonic()
+            for peer in self._peers.values():
+                if not peer.lost and now > peer.heard_at + self._hung_s:
+                    silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
+                    self._part(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {silent}"))
+            limit_s = deadline - now
+            if limit_s <= 0:
+                return condition()
+        return True
+
+    def _lose(self, peer: _Peer, error: RuntimeError) -> PeerLost:
+        """Its connection broke."""
+        reason = str(error).partition("] ")[2].partition(" [")[0] or str(error)
+        lost = PeerLost(f"rank {self.rank} lost {peer.name}: {reason}. It was killed or is cut off")
+        self._part(peer, lost)
+        return peer.lost or lost
+
+    def _part(self, peer: _Peer, lost: PeerLost) -> None:
+        peer.lost = peer.lost or lost
+        self._inbox.lose(peer.rank, peer.lost)
+
+    def close(self, farewell_s: float = FAREWELL_S) -> None:
+        """Say goodbye, behind all that was sent before, and give it time to get there."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        super().close(farewell_s)
+        deadline = time.monotonic() + farewell_s
+        for peer in self._peers.values():
+            with peer.lock:
+                if not peer.lost:
+                    self._start(peer, GOODBYE, [], _Outgoing(self, peer))
+                peer.outgoing.put(None)
+        for peer in self._peers.values():
+            for thread in peer.threads:
+                thread.join(max(0, deadline - time.monotonic()))
+
+
+class _Outgoing(Job):
+    def __init__(self, link: DistLink, peer: _Peer) -> None:
+        self.works: list[tuple[Any, torch.Tensor]] = []
+        """What is under way, with the memory it reads."""
+        self._link = link
+        self._peer = peer
+        self._gone = False
+
+    def finish(self) -> None:
+        self._gone = True
+        self.works = []
+        self._link._inbox.stir()
+
+    def done(self) -> bool:
+        return self._gone or self._peer.lost is not None
+
+    def wait(self, timeout_s: float | None = None) -> Tree:
+        limit_s = self._link.timeout_s if timeout_s is None else timeout_s
+        if not self._link._wait_until(self.done, limit_s):
+            raise WireError(
+                f"waited {limit_s:g} s for {self._peer.name} to take a message; it did not"
+            )
+        if not self._gone and self._peer.lost:
+            raise self._peer.lost
+        return None

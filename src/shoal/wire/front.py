@@ -1,0 +1,117 @@
+"""The front of a message: what goes before its large buffers, in one piece.
+
+    message number (8) | length of header (4) | header | plan, if not in the header | small buffers
+
+Small buffers are copied here, since a copy costs less than a frame of its own; large ones go
+behind, as they lie. Sender and receiver know from the sizes alone which is which.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from shoal.errors import WireError
+from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, Header, decode, decode_plan, encode
+from shoal.wire.tree import Parcel, memory_of
+
+SMALL_BYTES = 64 * 1024
+"""A buffer below this is small, as long as all small ones together stay below the next."""
+MAX_SMALL_BYTES = 2**20
+
+_PREFIX = struct.Struct("<QI")
+MAX_FRONT_BYTES = _PREFIX.size + MAX_HEADER_BYTES + MAX_PLAN_BYTES + MAX_SMALL_BYTES
+MAX_REMEMBERED = 64
+
+
+class Front(NamedTuple):
+    """A front that has been read and checked."""
+
+    number: int
+    """Counts the messages from one rank to another, from 0: a gap or a repeat is a fault."""
+    header: Header
+    small: list[tuple[int, int, int]]
+    """Slots whose bytes came along: number, and where in the front they begin and end."""
+    behind: list[int]
+    """Numbers of the slots whose bytes come behind, in order."""
+    size: int
+
+
+def pack(
+    parcel: Parcel, tag: str, number: int, limit_bytes: int
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The front, and the buffers that go behind it."""
+    sizes = [buffer.nbytes for buffer in parcel.buffers]
+    total = sum(sizes)
+    if total > limit_bytes:
+        raise WireError(f"a message of {total} bytes; the limit is {limit_bytes}")
+    header, plan = encode(parcel, tag, total)
+    pieces = [_PREFIX.pack(number, len(header)), header, plan]
+    if total < SMALL_BYTES:
+        pieces += map(memory_of, parcel.buffers)
+        return b"".join(pieces), []
+    small, behind = _sorted(sizes)
+    pieces += [memory_of(parcel.buffers[each]) for each in small]
+    return b"".join(pieces), [parcel.buffers[each] for each in behind]
+
+
+class FrontReader:
+    """Reads the fronts of one peer.
+
+    A front of the same layout as an earlier one need not be checked again, which is what makes a
+    steady stream of small messages cheap.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._seen: dict[bytes, Front] = {}
+
+    def read(self, data: memoryview) -> Front:
+        """Believe nothing. Raises WireError for whatever `pack` would not have made."""
+        if len(data) < _PREFIX.size:
+            raise WireError(f"a front of {len(data)} bytes is none")
+        number, length = _PREFIX.unpack_from(data)
+        if length > MAX_HEADER_BYTES:
+            raise WireError(f"a header of {length} bytes; {MAX_HEADER_BYTES} is the most")
+        header_bytes = bytes(data[_PREFIX.size : _PREFIX.size + length])
+        front = self._seen.get(header_bytes)
+        if front is None:
+            front = self._read(header_bytes, data)
+        if front.size != len(data):
+            raise WireError(f"a front of {len(data)} bytes; its header makes it {front.size}")
+        return front._replace(number=number)
+
+    def _read(self, header_bytes: bytes, data: memoryview) -> Front:
+        header = decode(header_bytes, self._limit_bytes)
+        at = _PREFIX.size + len(header_bytes)
+        remember = not header.plan_bytes
+        if header.plan_bytes:
+            plan = data[at : at + header.plan_bytes]
+            header = decode_plan(header, plan, self._limit_bytes)
+            at += header.plan_bytes
+        sizes = [slot.size_bytes for slot in header.slots]
+        numbers, behind = _sorted(sizes)
+        small = []
+        for each in numbers:
+            small.append((each, at, at + sizes[each]))
+            at += sizes[each]
+        front = Front(0, header, small, behind, at)
+        if remember:
+            if len(self._seen) >= MAX_REMEMBERED:
+                self._seen.clear()
+            self._seen[header_bytes] = front
+        return front
+
+
+def _sorted(sizes: list[int]) -> tuple[list[int], list[int]]:
+    """Which buffers go in the front, and which behind."""
+    small, behind, room = [], [], MAX_SMALL_BYTES
+    for number, size in enumerate(sizes):
+        if size < SMALL_BYTES and size <= room:
+            small.append(number)
+            room -= size
+        else:
+            behind.append(number)
+    return small, behind

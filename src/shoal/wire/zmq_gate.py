@@ -1,0 +1,218 @@
+"""The gate of a zmq link: who may connect, who is connected, and whose connection broke.
+
+A thread of its own answers ZeroMQ's questions (ZAP: "this address comes with this key, let it
+in?") and reads its news (socket monitors), also while the rest of the process computes. It sleeps
+unless connections come or go.
+
+    no keys   loopback only (or any address where the user said so); ranks know each other by token
+    keys      CURVE: the key must be authorized on this host, and be the key of a rank of this crew
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from shoal.errors import KeyFileError
+from shoal.network import is_loopback
+from shoal.wire.keys import AuthorizedKeys, KeyPair
+
+HANDSHAKE_S = 5.0
+DOMAIN = b"shoal"
+ZAP = "inproc://zeromq.zap.01"
+STOP = "inproc://gate.stop"
+NO_RANK = "it left, or was sent away, before it had said who it is"
+MAX_TOLD = 1000
+"""Different refusals that are logged, each once: whoever knocks for ever fills no disk."""
+
+log = logging.getLogger("shoal.wire")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """This rank's key, and whom it trusts."""
+
+    pair: KeyPair
+    authorized: AuthorizedKeys
+
+    def name_of(self, public: str) -> str | None:
+        """Ranks with this very key are ours too."""
+        return "own key" if public == self.pair.public else self.authorized.name_of(public)
+
+
+@dataclass(eq=False)
+class Guest:
+    """One peer, as its connections show it."""
+
+    public_key: str
+    is_connected: bool = False
+    """Our connection to it stands."""
+    refusal: str = ""
+    broken_at: float = 0.0
+    """When our connection to it broke; 0 while it has not."""
+
+    def is_author_of(self, frame: zmq.Frame) -> bool:
+        return not self.public_key or frame.get("User-Id") == self.public_key
+
+
+class Gate:
+    """Made with the listening socket, before it listens."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        router: zmq.Socket[bytes],
+        rank: int,
+        keys: Keys | None,
+        *,
+        any_address: bool,
+    ) -> None:
+        self._rank = rank
+        self._keys = keys
+        self._any_address = any_address
+        self._router = router
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind(ZAP)
+        router.zap_domain = DOMAIN  # and ask even where there is no key
+        router.handshake_ivl = int(1000 * HANDSHAKE_S)
+        if keys:
+            router.curve_server = True
+            router.curve_secretkey = keys.pair.secret.encode()
+        self._news = router.get_monitor_socket()
+        self._guests: dict[zmq.Socket[bytes], Guest] = {}
+        self._dealers: list[zmq.Socket[bytes]] = []
+        self._callers: dict[int, str] = {}
+        """Connections to the listening socket, by file descriptor, with their addresses."""
+        self._known: set[int] = set()
+        """Those of them that are ranks."""
+        self._faults: list[str] = []
+        """Why those that are about to be closed were refused."""
+        self._told: set[tuple[str, str]] = set()
+        self._stop = context.socket(zmq.PAIR)
+        self._stop.bind(STOP)
+        self._stopped = context.socket(zmq.PAIR)
+        self._stopped.connect(STOP)
+        self._thread = threading.Thread(target=self._watch, name="shoal-gate", daemon=True)
+
+    def expect(self, dealer: zmq.Socket[bytes], public_key: str) -> Guest:
+        """A peer that `dealer` is about to connect to. Before `open`."""
+        guest = Guest(public_key)
+        monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+        )
+        self._guests[monitor] = guest
+        self._dealers.append(dealer)
+        return guest
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def greet(self, frame: zmq.Frame) -> None:
+        """The connection that `frame` came by is that of a rank."""
+        self._known.add(int(frame.get(zmq.SRCFD)))
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._stop.send(b"")
+            self._thread.join()
+        for watched in (self._router, *self._dealers):
+            watched.disable_monitor()
+        for own in (self._zap, self._news, *self._guests, self._stop, self._stopped):
+            own.close(linger=0)
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._zap, self._news, self._stopped, *self._guests):
+            poller.register(each, zmq.POLLIN)
+        while True:
+            for ready, _ in poller.poll():
+                if ready is self._stopped:
+                    return
+                if ready is self._zap:
+                    self._answer()
+                elif ready is self._news:
+                    self._note_caller(*_news(ready))
+                else:
+                    self._note_guest(self._guests[ready], _news(ready)[0])
+
+    def _answer(self) -> None:
+        """ZAP, RFC 27."""
+        version, request, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
+        key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
+        fault = self._fault_of(address.decode(), key)
+        if fault:
+            self._faults.append(fault)
+        status = (b"400", fault.encode()) if fault else (b"200", b"OK")
+        self._zap.send_multipart([version, request, *status, key.encode(), b""])
+
+    def _fault_of(self, address: str, key: str) -> str:
+        if self._keys is None:
+            strange = not (self._any_address or is_loopback(address))
+            return "this rank takes connections of its own host only" if strange else ""
+        try:
+            name = self._keys.name_of(key)
+        except KeyFileError as error:  # loosened while we run: nobody new comes in
+            return str(error)
+        if not name:
+            return f"its key {key} is not in {self._keys.authorized.path}"
+        if all(key != guest.public_key for guest in self._guests.values()):
+            return f"its key ({name}) is not that of any rank of this crew"
+        return ""
+
+    def _note_caller(self, event: int, value: int) -> None:
+        """News of the listening socket: those who came and went without being let in."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._callers[value] = _address_of(value)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._faults.append("it does not speak as a rank does, or comes without a key")
+        elif event == zmq.EVENT_DISCONNECTED:
+            address = self._callers.pop(value, "")
+            if value in self._known:
+                self._known.discard(value)
+                return
+            fault = self._faults.pop(0) if self._faults else NO_RANK
+            host = address.partition(":")[0]
+            if (host, fault) not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add((host, fault))
+                log.warning("rank %d refused a caller from %s: %s", self._rank, address, fault)
+
+    def _note_guest(self, guest: Guest, event: int) -> None:
+        """News of our own connections."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            guest.is_connected = True
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            guest.refusal = "it refused this rank's key; its own log says why"
+        elif event == zmq.EVENT_DISCONNECTED and guest.is_connected:
+            guest.broken_at = guest.broken_at or time.monotonic()
+        elif event == zmq.EVENT_DISCONNECTED:
+            guest.refusal = guest.refusal or "what answers there is no rank, or has another key"
+        elif event == zmq.EVENT_CLOSED:
+            guest.refusal = guest.refusal or "nothing listens there"
+
+
+def _news(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    message = recv_monitor_message(monitor)
+    return int(message["event"]), int(message["value"])
+
+
+def _address_of(descriptor: int) -> str:
+    """Who is at the other end of a connection that zmq has just accepted."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            address = connection.getpeername()
+    except OSError:
+        return "an address that is not known (it left at once)"
+    return f"{address[0]}:{address[1]}"
