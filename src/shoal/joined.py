@@ -21,7 +21,7 @@ from shoal.train.loader import Collate, Loader
 from shoal.train.task import Means, loss_of
 from shoal.version import VERSION
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
-from shoal.wire.link import Link
+from shoal.wire.link import HASTE_S, Link
 from shoal.wire.open_link import LinkSettings, open_link
 
 
@@ -55,10 +55,6 @@ def join(
     )
 
 
-HASTE_S = 0.2
-"""After an error: how long a link may take to get rid of what was sent."""
-
-
 class JoinedCrew(Crew):
     """All ranks of a script: `with shoal.join() as crew`."""
 
@@ -67,10 +63,17 @@ class JoinedCrew(Crew):
         self._links: list[Link] = []
 
     def replicate(
-        self, module: nn.Module, sync: str = "all-reduce", bucket_bytes: int = BUCKET_BYTES
+        self,
+        module: nn.Module,
+        sync: str = "all-reduce",
+        bucket_bytes: int = BUCKET_BYTES,
+        link: Link | None = None,
     ) -> Replica:
-        """The same model on every rank; `loss.backward()` leaves the mean gradient everywhere."""
-        return replicate(module, self, sync, bucket_bytes)
+        """The same model on every rank; `loss.backward()` leaves the mean gradient everywhere.
+
+        link: what `ring` and `serial-ring` send over, instead of torch.distributed.
+        """
+        return replicate(module, self, sync, bucket_bytes, link)
 
     def loader(
         self,

@@ -14,6 +14,9 @@ from pathlib import Path
 import msgspec
 
 SYNCS = ("all-reduce", "central", "ring", "serial-ring", "ddp")
+LINK_SYNCS = ("ring", "serial-ring")
+"""Those that go from rank to rank, and so over any transport."""
+TRANSPORTS = ("dist", "zmq")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S = 1e9
@@ -33,6 +36,14 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where the data files are, instead of the cache."""
     sync: str = "all-reduce"
     """How replicas are kept equal."""
+    transport: str = "dist"
+    """What carries messages from rank to rank."""
+    key: str | None = None
+    """The secret key's file, for zmq between machines. Default: the one of `shoal keygen`."""
+    authorized_keys: str | None = None
+    """The file of public keys that this host trusts. Default: beside the key of `shoal keygen`."""
+    insecure: bool = False
+    """Let zmq go between machines without keys."""
     batch_size: int = 128
     """Samples in a *global* batch, shared out over the replicas."""
     epochs: int = 5
@@ -63,7 +74,19 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Show tracebacks of shoal's own errors too."""
 
 
-LOCAL_FIELDS = frozenset({"data_dir", "device", "threads", "out", "name", "timeout_s", "debug"})
+LOCAL_FIELDS = frozenset(
+    {
+        "authorized_keys",
+        "data_dir",
+        "debug",
+        "device",
+        "key",
+        "name",
+        "out",
+        "threads",
+        "timeout_s",
+    }
+)
 """Settings that each host may choose for itself. All others must be equal on every rank."""
 
 
@@ -102,6 +125,8 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
             "most."
         )
     found += unknown("--sync", s.sync, SYNCS)
+    found += unknown("--transport", s.transport, TRANSPORTS)
+    found += link_faults(s.sync, s.transport == "zmq")
     found += unknown("--optimizer", s.optimizer, OPTIMIZERS)
     found += unknown("--device", s.device, DEVICES)
     if s.name is not None and (not s.name or s.name in (".", "..") or "/" in s.name):
@@ -116,6 +141,16 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
         if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
             found.append(f"--{field.replace('_', '-')} {value!a}: is not UTF-8 text.")
     return found
+
+
+def link_faults(sync: str, has_link: bool) -> list[str]:
+    """A fault where a sync would not use the link it is given."""
+    if not has_link or sync in LINK_SYNCS:
+        return []
+    return [
+        f"--sync {sync}: is a collective of torch.distributed's and goes over no other transport. "
+        f"Over zmq go: {', '.join(LINK_SYNCS)}."
+    ]
 
 
 def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:

@@ -21,17 +21,32 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.layout import share
+from shoal.replicate import Replica
 from shoal.settings import SYNCS
 from shoal.train.data.sample import read as read_sample
 from shoal.train.data.sets import MNIST_MEAN_STD, ImageSet
 from shoal.train.models.zoo import ConvNet, MnistCnn
 from shoal.train.order import sample_order
+from shoal.wire.link import Link
 
 NUM_SAMPLES = 41
 BATCH = 10  # 41 = 4 × 10 + 1: does not divide by 3 or 4, and the last batch leaves ranks empty
 STEPS = 20
 SIX_FOR_ALL = 24  # divides by 1, 2, 3 and 4
 TIMEOUT_S = 60
+
+
+LINKED = ("ring over zmq", "serial-ring over zmq", "ring over dist")
+"""Syncs that send over a link of the wire's; they take a few cases each."""
+CASES_OF_LINKED = {"twenty_steps", "accumulation_without_sync", "mnist_cnn_in_single_precision"}
+LINKS: dict[str, Link] = {}
+
+
+def replicate(crew: shoal.JoinedCrew, module: nn.Module, sync: str, **more: int) -> Replica:
+    name, _, transport = sync.partition(" over ")
+    if transport and transport not in LINKS:
+        LINKS[transport] = crew.link(transport)
+    return crew.replicate(module, sync=name, link=LINKS.get(transport), **more)
 
 
 class Net(nn.Module):
@@ -101,7 +116,7 @@ def train_both(
 ) -> None:
     """STEPS steps of both; every rank begins from a seed of its own, rank 0's must win."""
     data = dataset()
-    model = crew.replicate(net(seed=100 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=100 + crew.rank), sync=sync, bucket_bytes=512)
     alone = net(seed=100)
     ours, theirs = sgd(model), sgd(alone)
     loader = crew.loader(data, batch_size=BATCH)
@@ -146,7 +161,7 @@ def case_parameter_used_by_a_stand_in_only(crew: shoal.JoinedCrew, sync: str) ->
 
 
 def use_layer_on_odd_ranks(crew: shoal.JoinedCrew, sync: str, data: TensorDataset) -> None:
-    model = crew.replicate(net(seed=1 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=1 + crew.rank), sync=sync, bucket_bytes=512)
     alone = net(seed=1)
     ours, theirs = sgd(model), sgd(alone)
     for _ in range(2):
@@ -174,7 +189,7 @@ def use_layer_on_odd_ranks(crew: shoal.JoinedCrew, sync: str, data: TensorDatase
 def case_accumulation_without_sync(crew: shoal.JoinedCrew, sync: str) -> None:
     """Two global batches per step, the first under no_sync; shares differ between the two."""
     data = dataset()
-    model = crew.replicate(net(seed=3 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=3 + crew.rank), sync=sync, bucket_bytes=512)
     alone = net(seed=3)
     ours, theirs = sgd(model), sgd(alone)
     loader = crew.loader(data, batch_size=BATCH)
@@ -211,7 +226,7 @@ def case_regulariser_outside_forward(crew: shoal.JoinedCrew, sync: str) -> None:
 def case_two_backwards_per_step(crew: shoal.JoinedCrew, sync: str) -> None:
     """The second backward adds to gradients that are means already."""
     data = dataset()
-    model = crew.replicate(net(seed=4 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=4 + crew.rank), sync=sync, bucket_bytes=512)
     alone = net(seed=4)
     ours, theirs = sgd(model), sgd(alone)
     loader = crew.loader(data, batch_size=BATCH)
@@ -231,7 +246,7 @@ def case_two_backwards_per_step(crew: shoal.JoinedCrew, sync: str) -> None:
 
 def case_unfrozen_half_way(crew: shoal.JoinedCrew, sync: str) -> None:
     data = dataset()
-    model = crew.replicate(net(seed=6 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=6 + crew.rank), sync=sync, bucket_bytes=512)
     alone = net(seed=6)
     for phase in range(2):
         if phase:
@@ -257,7 +272,7 @@ def case_buffers_are_those_of_rank_0(crew: shoal.JoinedCrew, sync: str) -> None:
     data = dataset()
     torch.manual_seed(crew.rank)
     inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    model = crew.replicate(inner, sync=sync)
+    model = replicate(crew, inner, sync=sync)
     optimizer = sgd(model)
     for x, y in crew.loader(TensorDataset(*[t[:40] for t in data.tensors]), batch_size=20):
         optimizer.zero_grad()
@@ -275,7 +290,7 @@ def case_buffers_are_those_of_rank_0(crew: shoal.JoinedCrew, sync: str) -> None:
 def case_two_forwards_before_backward(crew: shoal.JoinedCrew, sync: str) -> None:
     """Batch norm's buffers change between forward and backward; autograd must not mind."""
     inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    model = crew.replicate(inner, sync=sync)
+    model = replicate(crew, inner, sync=sync)
     x = torch.randn(8, 6, dtype=torch.float64)
     (model(x) + model(x * 2)).sum().backward()
     assert inner[0].weight.grad is not None
@@ -295,7 +310,7 @@ def case_weights_count_in_evaluation_mode_too(crew: shoal.JoinedCrew, sync: str)
 def case_looks_like_the_plain_model(crew: shoal.JoinedCrew, sync: str) -> None:
     plain = net(seed=0)
     plain.note = "mine"  # type: ignore[assignment]
-    model = crew.replicate(plain, sync=sync)
+    model = replicate(crew, plain, sync=sync)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert model.first is plain.first
     assert model.note == "mine"
@@ -312,7 +327,7 @@ def case_mnist_cnn_in_single_precision(crew: shoal.JoinedCrew, sync: str) -> Non
     """The default model on real digits, 20 steps, float32: equal to float tolerance."""
     digits = ImageSet(*read_sample()[0], MNIST_MEAN_STD)
     torch.manual_seed(9 + crew.rank)
-    model = crew.replicate(MnistCnn(), sync=sync)
+    model = replicate(crew, MnistCnn(), sync=sync)
     torch.manual_seed(9)
     alone = MnistCnn()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, alone))
@@ -335,7 +350,7 @@ def case_mnist_cnn_in_single_precision(crew: shoal.JoinedCrew, sync: str) -> Non
 def case_evaluation_counts_each_sample_once(crew: shoal.JoinedCrew, sync: str) -> None:
     digits = ImageSet(*read_sample()[1], MNIST_MEAN_STD)
     torch.manual_seed(0)
-    model = crew.replicate(ConvNet(), sync=sync)
+    model = replicate(crew, ConvNet(), sync=sync)
     result = crew.evaluate(model, digits, batch_size=333)
     assert result.samples == len(digits)
     assert model.training
@@ -349,7 +364,7 @@ def case_evaluation_counts_each_sample_once(crew: shoal.JoinedCrew, sync: str) -
 
 def case_bytes_sent(crew: shoal.JoinedCrew, sync: str) -> None:
     """All syncs send 2(N-1) times the gradient in total; ring and all-reduce share it equally."""
-    model = crew.replicate(nn.Linear(1000, 12).double(), sync=sync)
+    model = replicate(crew, nn.Linear(1000, 12).double(), sync=sync)
     model(torch.ones(2, 1000, dtype=torch.float64)).sum().backward()
     size = (1000 * 12 + 12 + 2) * 8  # weight, bias, and a flag for each
     size -= 2 * 8 if sync == "ddp" else 0
@@ -375,6 +390,8 @@ NOT_FOR_DDP = {
 
 
 def names_for(sync: str) -> list[str]:
+    if sync in LINKED:
+        return [name for name in CASES if name in CASES_OF_LINKED]
     return [name for name in CASES if not (sync == "ddp" and name in NOT_FOR_DDP)]
 
 
@@ -383,7 +400,7 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)
     crew = shoal.join(timeout_s=TIMEOUT_S)
     try:
-        for sync in SYNCS:
+        for sync in (*SYNCS, *LINKED):
             for name in names_for(sync):
                 try:
                     CASES[name](crew, sync)

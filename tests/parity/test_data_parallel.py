@@ -13,7 +13,7 @@ from shoal.settings import SYNCS
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from cases import names_for  # noqa: E402  (the script that the ranks run)
+from cases import LINKED, names_for  # noqa: E402  (the script that the ranks run)
 
 RESULTS: dict[int, tuple[dict[str, str | None], str]] = {}
 
@@ -48,7 +48,7 @@ def results_of(num_ranks: int, tmp: Path) -> tuple[dict[str, str | None], str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", [*SYNCS, *LINKED])
 def test_same_as_one_process(
     num_ranks: int, sync: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

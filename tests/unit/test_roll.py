@@ -29,7 +29,7 @@ from shoal.rendezvous.ways import Way
 
 LONG_S = 20.0
 """Never reached by a crew that meets, or finds its fault at once."""
-BRIEF_S = 1.5
+BRIEF_S = 2.5
 
 MakeWay = Callable[..., Way]
 

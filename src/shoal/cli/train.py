@@ -33,8 +33,28 @@ def train(
         int | None, typer.Option(help="Ranks to start on this host. Default: 1.")
     ] = None,
     sync: Annotated[
-        str, typer.Option(help=f"How replicas are kept equal: {', '.join(SYNCS)}.")
-    ] = DEFAULTS.sync,
+        str | None,
+        typer.Option(
+            help=f"How replicas are kept equal: {', '.join(SYNCS)}. Default: {DEFAULTS.sync}; with "
+            "--transport zmq: ring."
+        ),
+    ] = None,
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="What carries messages from rank to rank: dist (torch.distributed) or zmq."
+        ),
+    ] = DEFAULTS.transport,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Secret key for zmq between machines. Default: that of `shoal keygen`."),
+    ] = None,
+    authorized_keys: Annotated[
+        str | None, typer.Option(help="Public keys that zmq trusts. Default: beside the key.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let zmq go between machines without keys.")
+    ] = False,
     model: Annotated[
         str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory.")
     ] = DEFAULTS.model,
@@ -102,7 +122,11 @@ def train(
         model=model,
         data=data,
         data_dir=None if data_dir is None else str(Path(data_dir).absolute()),
-        sync=sync,
+        sync=sync or ("ring" if transport == "zmq" else DEFAULTS.sync),
+        transport=transport,
+        key=key,
+        authorized_keys=authorized_keys,
+        insecure=insecure,
         batch_size=batch_size,
         epochs=epochs,
         optimizer=optimizer,

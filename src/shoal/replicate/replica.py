@@ -24,11 +24,13 @@ from shoal.crew import Crew
 from shoal.errors import SettingsError, SyncError
 from shoal.replicate.all_reduce import AllReduce
 from shoal.replicate.central import Central
+from shoal.replicate.post import GroupPost, LinkPost
 from shoal.replicate.reducer import Reducer
 from shoal.replicate.ring import Ring
 from shoal.replicate.serial_ring import SerialRing
 from shoal.replicate.sync import Peers, Sync
-from shoal.settings import SYNCS, unknown
+from shoal.settings import SYNCS, link_faults, unknown
+from shoal.wire.link import Link
 
 SYNC_CLASSES: dict[str, type[Sync]] = {
     cls.name: cls for cls in (AllReduce, Central, Ring, SerialRing)
@@ -37,10 +39,17 @@ BUCKET_BYTES = 4 * 2**20
 
 
 def replicate(
-    module: nn.Module, crew: Crew, sync: str = "all-reduce", bucket_bytes: int = BUCKET_BYTES
+    module: nn.Module,
+    crew: Crew,
+    sync: str = "all-reduce",
+    bucket_bytes: int = BUCKET_BYTES,
+    link: Link | None = None,
 ) -> Replica:
-    """Wrap `module`, made equal to rank 0's, so that backward passes average its gradients."""
-    if faults := unknown("sync", sync, SYNCS):
+    """Wrap `module`, made equal to rank 0's, so that backward passes average its gradients.
+
+    link: what `ring` and `serial-ring` send over, instead of torch.distributed.
+    """
+    if faults := unknown("sync", sync, SYNCS) or link_faults(sync, link is not None):
         raise SettingsError(faults)
     module.to(crew.device)
     crew.agree("sync= of replicate()", sync)
@@ -51,7 +60,8 @@ def replicate(
     CopyFromRank0([t for _, t in _tensors(module)], crew).wait()
     if sync == "ddp":
         return DdpReplica(module, crew, bucket_bytes)
-    peers = Peers(tuple(range(crew.size)), crew.rank)
+    post = GroupPost() if link is None else LinkPost(link)
+    peers = Peers(tuple(range(crew.size)), crew.rank, post=post)
     return SyncedReplica(module, crew, SYNC_CLASSES[sync](peers, crew.timeout_s), bucket_bytes)
 
 

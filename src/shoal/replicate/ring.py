@@ -12,12 +12,10 @@ to the right and receives one from the left. N = 3, what each rank *sends*:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.distributed as dist
 
 from shoal.layout import share
+from shoal.replicate.post import Delivery
 from shoal.replicate.sync import Courier, Peers, Pending, Sync
 
 TAG = 0x2100
@@ -58,20 +56,20 @@ class Ring(Sync):
         going = []
         for tick in ticks:
             going.append(self._send(sends[tick], tick))
-            _wait(coming[tick])
+            coming[tick].wait()
             if tick < n - 1:
                 receives[tick].add_(landing[tick])
         for work in going:
-            _wait(work)
+            work.wait()
 
-    def _receive(self, place: torch.Tensor, tick: int) -> dist.Work | None:
+    def _receive(self, place: torch.Tensor, tick: int) -> Delivery:
         left = self.peers.ranks[self.peers.me - 1]
-        return _unless_empty(dist.irecv, place, left, self.peers.group, TAG + tick)
+        return self.peers.post.receive(place, left, TAG + tick)
 
-    def _send(self, chunk: torch.Tensor, tick: int) -> dist.Work | None:
+    def _send(self, chunk: torch.Tensor, tick: int) -> Delivery:
         right = self.peers.ranks[(self.peers.me + 1) % self.peers.size]
         self.bytes_sent += chunk.nbytes
-        return _unless_empty(dist.isend, chunk, right, self.peers.group, TAG + tick)
+        return self.peers.post.send(chunk, right, TAG + tick)
 
     def _spare_for(self, buffer: torch.Tensor, count: int, size: int) -> list[torch.Tensor]:
         """Room to receive beside the buffer, kept from one step to the next."""
@@ -86,19 +84,3 @@ class Ring(Sync):
 
     def close(self) -> None:
         self._courier.close()
-
-
-def _unless_empty(
-    transfer: Callable[..., dist.Work | None],
-    chunk: torch.Tensor,
-    peer: int,
-    group: dist.ProcessGroup | None,
-    tag: int,
-) -> dist.Work | None:
-    """With fewer elements than ranks some chunks are empty, on both ends of a link alike."""
-    return transfer(chunk, peer, group=group, tag=tag) if chunk.numel() else None
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -9,7 +9,6 @@ Only one link works at a time, so a step takes 2(N-1) transfers of the whole gra
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from shoal.replicate.sync import Courier, Peers, Pending, Sync
 
@@ -50,12 +49,12 @@ class SerialRing(Sync):
 
     def _send(self, buffer: torch.Tensor) -> None:
         right = self.peers.ranks[(self.peers.me + 1) % self.peers.size]
-        dist.send(buffer, right, group=self.peers.group, tag=TAG)
+        self.peers.post.send(buffer, right, TAG).wait()
         self.bytes_sent += buffer.nbytes
 
     def _receive(self, buffer: torch.Tensor) -> None:
         left = self.peers.ranks[self.peers.me - 1]
-        dist.recv(buffer, left, group=self.peers.group, tag=TAG)
+        self.peers.post.receive(buffer, left, TAG).wait()
 
     def close(self) -> None:
         self._courier.close()

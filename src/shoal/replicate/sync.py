@@ -7,11 +7,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+
+from shoal.replicate.post import GroupPost, Post
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Peers:
     ranks: tuple[int, ...]
     me: int
     group: dist.ProcessGroup | None = None
+    post: Post = field(default_factory=GroupPost)
+    """How chunks go from rank to rank."""
 
     @property
     def size(self) -> int:

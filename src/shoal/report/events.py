@@ -27,6 +27,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: str
     data: str
     sync: str
+    transport: str = "dist"
     hosts: list[str]
     parameters: int
     batch_size: int
@@ -62,6 +63,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     steps: int
     replicas: int
     sync: str
+    transport: str = "dist"
     largest_difference: float | None
     parameter: str
     tolerance: float

@@ -84,7 +84,7 @@ class Terminal(Closing):
     def _started(self, event: events.Started) -> None:
         ranks = len(event.hosts)
         hosts = sorted(set(event.hosts))
-        replicas = "1 process" if ranks == 1 else f"{ranks} replicas, sync {event.sync}"
+        replicas = "1 process" if ranks == 1 else f"{ranks} replicas, {_way(event)}"
         where = f" on {', '.join(hosts)}" if len(hosts) > 1 else ""
         self._console.print(
             Text.assemble(
@@ -150,7 +150,7 @@ class Terminal(Closing):
         difference = event.largest_difference
         style = "bold green" if event.passed else "bold red"
         self._console.print(
-            f"{event.replicas} rank{'s' if event.replicas > 1 else ''}, sync {event.sync}, against "
+            f"{event.replicas} rank{'s' if event.replicas > 1 else ''}, {_way(event)}, against "
             f"one process: "
             f"{event.steps} step{'s' if event.steps > 1 else ''} on the same global batches, "
             f"{event.dtype}."
@@ -239,3 +239,8 @@ def summary_lines(summary: Summary) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
+
+
+def _way(event: events.Started | events.Verified) -> str:
+    over = "" if event.transport == "dist" else f" over {event.transport}"
+    return f"sync {event.sync}{over}"

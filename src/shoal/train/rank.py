@@ -32,6 +32,7 @@ from shoal.train.data.load import Data
 from shoal.train.loop import train
 from shoal.train.verify import verify
 from shoal.version import VERSION
+from shoal.wire.open_link import LinkSettings, open_link
 
 PROGRESS_S = 0.1
 """Between two updates of the progress bar."""
@@ -72,15 +73,26 @@ def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -
         torch.set_num_threads(settings.threads or threads_each(crew.num_here))
         data = build_data(settings)
         model = build_model(settings)
-        if settings.verify:
-            emit(verify(model, data, crew, settings))
-            return 0
-        replica = replicate(model, crew, settings.sync)
-        try:
+        with ExitStack() as stack:
+            link = None
+            if settings.transport != "dist" and crew.size > 1:
+                link = stack.enter_context(open_link(crew, settings.transport, _of_link(settings)))
+            if settings.verify:
+                emit(verify(model, data, crew, settings, link))
+                return 0
+            replica = replicate(model, crew, settings.sync, link=link)
+            stack.callback(replica.close)
             train_and_keep(replica, data, crew, settings, emit)
-        finally:
-            replica.close()
     return 0
+
+
+def _of_link(settings: TrainSettings) -> LinkSettings:
+    return LinkSettings(
+        key=settings.key,
+        authorized_keys=settings.authorized_keys,
+        insecure=settings.insecure,
+        timeout_s=settings.timeout_s,
+    )
 
 
 def train_and_keep(
@@ -95,6 +107,7 @@ def train_and_keep(
             model=settings.model,
             data=settings.data,
             sync=settings.sync,
+            transport=settings.transport,
             hosts=[h.host for h in crew.roster],
             parameters=num_parameters,
             batch_size=settings.batch_size,
@@ -145,7 +158,7 @@ def train_and_keep(
             seed=settings.seed,
             batch_size=settings.batch_size,
             sync=settings.sync,
-            transport="dist" if crew.size > 1 else None,
+            transport=settings.transport if crew.size > 1 else None,
             schedule=None,
             layout=LayoutRecord(replicas=crew.size, stages=1),
             hosts=[h.host for h in crew.roster],

@@ -24,6 +24,7 @@ from shoal.train.build import build_optimizer, num_samples
 from shoal.train.data.load import Data
 from shoal.train.loader import Loader
 from shoal.train.task import as_pair, loss_of
+from shoal.wire.link import Link
 
 NUM_STEPS = 5
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -40,7 +41,13 @@ class _OneProcess:
         self.share: Share | None = None
 
 
-def verify(model: nn.Module, data: Data, crew: Crew, settings: TrainSettings) -> Verified:
+def verify(
+    model: nn.Module,
+    data: Data,
+    crew: Crew,
+    settings: TrainSettings,
+    link: Link | None = None,
+) -> Verified:
     """Every rank must call this; all return the same verdict."""
     samples = _few_batches(data.train, settings.batch_size)
     notes = _hold_still(model)
@@ -52,7 +59,7 @@ def verify(model: nn.Module, data: Data, crew: Crew, settings: TrainSettings) ->
     model = model.to(crew.device, dtype)
     alone = copy.deepcopy(model)
 
-    replica = replicate(model, crew, settings.sync)
+    replica = replicate(model, crew, settings.sync, link=link)
     steps = _take_steps(replica, samples, crew, settings, dtype)
     if crew.rank == 0:
         one: Any = _OneProcess(crew.device)
@@ -69,6 +76,7 @@ def verify(model: nn.Module, data: Data, crew: Crew, settings: TrainSettings) ->
         steps=steps,
         replicas=crew.size,
         sync=settings.sync,
+        transport=settings.transport,
         largest_difference=largest if largest == largest else None,
         parameter=name,
         tolerance=TOLERANCE[dtype],

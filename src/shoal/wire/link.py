@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import TracebackType
 
 from shoal.closing import Closing
 from shoal.errors import WireError
@@ -10,6 +11,8 @@ from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.tree import Tree
 
 FAREWELL_S = 10.0
+HASTE_S = 0.2
+"""After an error: how long what was sent may take to get away."""
 
 
 class Job(ABC):
@@ -79,6 +82,14 @@ class Link(Closing):
         farewell_s: how long, at most, what was sent may still take to get away.
         """
         self._inbox.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(FAREWELL_S if error is None else HASTE_S)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from typing import Any
 
 import msgspec
@@ -15,66 +13,71 @@ from trees import same, trees
 
 from shoal.errors import WireError
 from shoal.wire.header import (
+    DEFAULT_LIMIT_BYTES,
     MAX_HEADER_BYTES,
     MAX_PLAN_BYTES,
+    MAX_TAG_LETTERS,
     Header,
     decode,
     decode_plan,
     encode,
 )
-from shoal.wire.tree import allocate, put_together, take_apart
-
-FUZZ_FRAMES = 100_000
-FUZZ_LIMIT_S = 60.0
-ALLOCATION_LIMIT_BYTES = 1 << 20
+from shoal.wire.tree import Parcel, put_together, take_apart
 
 
-def receive(header_bytes: bytes, plan: bytes, buffers: list[torch.Tensor], limit: int) -> Any:
-    """All that a receiver does with a header."""
-    header = decode(header_bytes, limit)
-    if header.plan_bytes:
-        header = decode_plan(header, plan, limit)
-    made = []
-    allocated = 0
-    for slot, content in zip(header.slots, buffers, strict=False):
-        tensor, room = allocate(slot)
-        allocated += room.numel()
-        assert allocated <= limit, "a header made the receiver allocate beyond its limit"
-        if content.numel() != room.numel():
-            raise WireError("another number of bytes came")
-        room.copy_(content)
-        made.append(tensor)
-    if len(made) != len(header.slots):
-        raise WireError("buffers are missing")
-    return put_together(header.plan, header.slots, made)
+def encoded(parcel: Parcel, tag: str = "") -> tuple[bytes, bytes]:
+    return encode(parcel, tag, sum(buffer.nbytes for buffer in parcel.buffers))
+
+
+def understood(header_bytes: bytes, plan: bytes, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Header:
+    header = decode(header_bytes, limit_bytes)
+    return decode_plan(header, plan, limit_bytes) if header.plan_bytes else header
 
 
 @settings(deadline=None)
-@given(trees, st.text(max_size=20), st.integers(0, 2**60))
-def test_what_is_encoded_is_understood(tree: Any, tag: str, number: int) -> None:
+@given(trees, st.text(max_size=20))
+def test_what_is_encoded_is_understood(tree: Any, tag: str) -> None:
     parcel = take_apart(tree)
-    header_bytes, plan = encode(parcel, tag, number)
-    header = decode(header_bytes)
-    assert (header.tag, header.number) == (tag, number)
-    assert same(receive(header_bytes, plan, parcel.buffers, 1 << 40), tree)
+    header = understood(*encoded(parcel, tag))
+    assert header.tag == tag
+    assert header.total_bytes == sum(slot.size_bytes for slot in header.slots)
+    tensors = [
+        buffer.view(slot.shape) if slot.shape != list(buffer.shape) else buffer
+        for slot, buffer in zip(header.slots, parcel.buffers, strict=True)
+    ]
+    assert same(put_together(header.plan, header.slots, tensors), tree)
 
 
 def test_a_large_structure_goes_after_the_header() -> None:
     state = {f"model.layers.{i}.self_attn.q_proj.weight": torch.zeros(1) for i in range(3000)}
     parcel = take_apart(state)
-    header_bytes, plan = encode(parcel, "", 0)
+    header_bytes, plan = encoded(parcel)
     assert len(header_bytes) < 100
     assert len(plan) > MAX_HEADER_BYTES
-    assert same(receive(header_bytes, plan, parcel.buffers, 1 << 40), state)
+    header = understood(header_bytes, plan)
+    assert same(put_together(header.plan, header.slots, parcel.buffers), state)
 
 
 def test_too_large_a_structure_is_refused_where_it_is_made() -> None:
     with pytest.raises(WireError, match="Put numbers into tensors"):
-        encode(take_apart([["a" * 1000] * 70_000]), "", 0)
+        encoded(take_apart([["a" * 1000] * 70_000]))
+
+
+def test_too_long_a_tag_is_refused_where_it_is_made() -> None:
+    longest = "é" * MAX_TAG_LETTERS
+    assert understood(*encoded(take_apart(None), longest)).tag == longest
+    with pytest.raises(WireError, match=f"at most {MAX_TAG_LETTERS} letters"):
+        encoded(take_apart(None), longest + "x")
 
 
 def wire(*fields: Any) -> bytes:
     return msgspec.msgpack.encode(list(fields))
+
+
+def test_a_header_written_by_hand_is_understood() -> None:
+    """What the refused ones below are variations of."""
+    header = decode(wire(1, "t", 4, 0, [["b", 0], [["float32", [1]]]]))
+    assert (header.tag, header.total_bytes, header.plan) == ("t", 4, ["b", 0])
 
 
 @pytest.mark.parametrize(
@@ -85,19 +88,29 @@ def wire(*fields: Any) -> bytes:
         b"\x00" * (MAX_HEADER_BYTES + 1),
         b"\xdf\xff\xff\xff\xff",  # a map of four billion entries
         b"\x91" * 60_000,  # lists in lists in lists
-        wire(2, "", 0, 0, 0, [None, []]),
-        wire(1, "x" * 201, 0, 0, 0, [None, []]),
-        wire(1, "", -1, 0, 0, [None, []]),
-        wire(1, "", 0, 0, 0, None),
-        wire(1, "", 0, 0, 5, [None, []]),
-        wire(1, "", 0, 0, MAX_PLAN_BYTES + 1, None),
-        wire(1, "", 0, 8, 0, [["b", 0], [["float32", [1]]]]),
-        wire(1, "", 0, 4, 0, [["b", 0], [["float33", [1]]]]),
-        wire(1, "", 0, 1 << 50, 0, [["b", 0], [["float32", [1 << 48]]]]),
-        wire(1, "", 0, 0, 0, [None, []], "one field too many"),
-        wire(1, "", 0, 0, 0, [None, [], "one too many inside"]),
-        wire(1, "", 0, 0, 0),
-        wire("1", "", 0, 0, 0, [None, []]),
+        wire(2, "", 0, 0, [None, []]),
+        wire(1, "x" * 201, 0, 0, [None, []]),
+        wire(1, "", -1, 0, [None, []]),
+        wire(1, "", 0.0, 0, [None, []]),
+        wire(1, "", 0, 0, None),
+        wire(1, "", 0, -1, None),
+        wire(1, "", 0, 5, [None, []]),
+        wire(1, "", 0, MAX_PLAN_BYTES + 1, None),
+        wire(1, "", 8, 0, [["b", 0], [["float32", [1]]]]),
+        wire(1, "", 4, 0, [["b", 0], [["float33", [1]]]]),
+        wire(1, "", 4, 0, [["b", 0], [["float32", [-1]]]]),
+        wire(1, "", 0, 0, [["b", 0], [["float32", [-1, 0]]]]),
+        wire(1, "", 0, 0, [["b", 0], [["float32", [1 << 63, 0]]]]),
+        wire(1, "", 4, 0, [["b", 0], [["text", [2, 2]]]]),
+        wire(1, "", 1 << 50, 0, [["b", 0], [["float32", [1 << 48]]]]),
+        wire(1, "", 0, 0, [None, []], "one field too many"),
+        wire(1, "", 0, 0, [None, [], "one too many inside"]),
+        wire(1, "", 0, 0),
+        wire("1", "", 0, 0, [None, []]),
+        wire(1, "", 0, 0, [None, []]) + b"\0",
+        wire(1, "", 0, 0, [None, []])[:-1],
+        wire(1, "", 0, 0, [0, []]).replace(b"\x00\x90", b"\x81\x80\x01\x90"),  # {{}: 1}
+        wire(1, "\ud800".encode("utf-8", "surrogatepass"), 0, 0, [None, []]),
     ],
 )
 def test_what_nobody_encoded_is_refused(data: bytes) -> None:
@@ -106,54 +119,13 @@ def test_what_nobody_encoded_is_refused(data: bytes) -> None:
 
 
 def test_a_plan_of_another_length_is_refused() -> None:
-    header = Header("", 0, 0, 10, None, [])
+    header = Header("", 0, 10, None, [])
     with pytest.raises(WireError, match="announced"):
         decode_plan(header, b"123")
 
 
-@pytest.mark.timeout(FUZZ_LIMIT_S + 60)
-def test_mutated_frames_never_crash_hang_or_allocate() -> None:
-    """100,000 frames with bytes changed, cut, doubled or swapped, from a fixed seed."""
-    chance = random.Random(20261115)
-    originals = [
-        (*encode(parcel, tag, 3), parcel.buffers)
-        for parcel, tag in (
-            (take_apart({"x": torch.randn(4, 5), "mask": torch.ones(3, dtype=torch.bool)}), "grad"),
-            (take_apart([1, 2.5, None, "text", b"bytes", (True, {"k": -1})]), ""),
-            (take_apart({f"name{i}": torch.zeros(i % 3) for i in range(3000)}), "state"),
-            (take_apart("long text " * 300), "t"),
-        )
-    ]
-    begun = time.monotonic()
-    refused = 0
-    for _ in range(FUZZ_FRAMES):
-        header, plan, buffers = chance.choices(originals, [5, 5, 0.02, 5])[0]
-        header, plan = mutate(header, chance), mutate(plan, chance) if plan else plan
-        try:
-            receive(header, plan, buffers, ALLOCATION_LIMIT_BYTES)
-        except WireError:
-            refused += 1
-        assert time.monotonic() - begun < FUZZ_LIMIT_S, "took too long: some frame is slow"
-    assert refused > FUZZ_FRAMES // 2
-
-
-def mutate(data: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(changed) or 1)
-        match chance.randrange(5):
-            case 0 if changed:
-                changed[at] = chance.randrange(256)
-            case 1 if changed:
-                changed[at] ^= 1 << chance.randrange(8)
-            case 2:
-                del changed[at:]
-            case 3:
-                changed[at:at] = chance.randbytes(chance.randint(1, 8))
-            case 4:
-                other = chance.randrange(len(changed) or 1)
-                changed[at : at + 4], changed[other : other + 4] = (
-                    changed[other : other + 4],
-                    changed[at : at + 4],
-                )
-    return bytes(changed)
+def test_a_message_above_the_limit_is_refused_before_anything_is_allocated() -> None:
+    header_bytes = wire(1, "", 1 << 30, 0, [["b", 0], [["uint8", [1 << 30]]]])
+    assert decode(header_bytes, 1 << 30).total_bytes == 1 << 30
+    with pytest.raises(WireError, match=f"the limit is {(1 << 30) - 1}"):
+        decode(header_bytes, (1 << 30) - 1)
