@@ -27,6 +27,7 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/data_parallel/run.py
+	$(BIN)/python benchmarks/wire/run.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -36,10 +36,10 @@ def since(begun: float) -> str:
 
 
 def compute_until(done: Callable[[], bool]) -> int:
-    """Something useful to do meanwhile; how often it was done."""
-    a, count = torch.randn(64, 64), 0
+    """Steps of something else that were computed meanwhile."""
+    a, count = torch.randn(1000), 0
     while not done():
-        a, count = torch.tanh(a @ a), count + 1
+        a, count = torch.tanh(a), count + 1
     return count
 
 
@@ -63,7 +63,8 @@ with shoal.join(args.init, rank=args.rank, world_size=args.world_size) as crew:
         print(f"the reply was here after {since(begun)}: {reply}")
     else:
         message = link.recv(source=0, timeout_s=60)
-        print(f"recv came back after {since(begun)}, with x of shape {tuple(message['x'].shape)}")
+        what = f"x {tuple(message['x'].shape)}, step {message['step']}, from {message['from']}"
+        print(f"recv came back after {since(begun)} with {what}")
         link.send({"mean": message["x"].mean(), "next step": message["step"] + 1}, to=0)
 
     # Non-blocking. Both calls come back at once, with a job: done() asks, wait() waits.
@@ -78,10 +79,10 @@ with shoal.join(args.init, rank=args.rank, world_size=args.world_size) as crew:
         print(f"isend came back after {since(begun)}: the weights must stay as they are for now")
         count = compute_until(job.done)
         job.wait()  # at once, as the job is done; raises if rank 1 was lost
-        print(f"they had left after {since(begun)}; matrices multiplied meanwhile: {count}")
+        print(f"they had left after {since(begun)}, and {count:,} steps were computed meanwhile")
     else:
         job = link.irecv(source=0)
         print(f"irecv came back after {since(begun)}, with nothing yet")
         count = compute_until(job.done)
         weights = job.wait()["weights"]
-        print(f"{weights.nbytes:,} bytes were here after {since(begun)}; multiplied: {count}")
+        print(f"{weights.nbytes:,} bytes were here after {since(begun)}, {count:,} steps meanwhile")

@@ -53,7 +53,7 @@ class Aim(NamedTuple):
 AIMS = [
     Aim("4KiB", "link zmq", ZMQ, 1.5, "at most 1.5 × the time of raw pyzmq"),
     Aim("576KiB", "link zmq", ZMQ, 1.2, "at most 1.2 × the time of raw pyzmq"),
-    Aim("576KiB", "link zmq", GLOO, 1.0, "not slower than raw gloo"),
+    Aim("576KiB", "link zmq", GLOO, 1.0, "faster than raw gloo"),
     Aim("576KiB", "link dist into=", GLOO, 1.1, "within 10 % of raw gloo"),
     Aim("64MiB", "link zmq into=", GLOO, 1 / 0.9, "at least 0.9 × the throughput of raw gloo"),
     Aim("64MiB", "link dist into=", GLOO, 1.1, "within 10 % of raw gloo"),
@@ -92,7 +92,7 @@ def show(name: str, seconds: Seconds) -> None:
 
 def show_aims(results: dict[str, Seconds]) -> None:
     print("\n### Aims, as ratios of time\n")
-    print("| | aim | at most | this run | |\n|---|---|---|---|---|")
+    print("| | aim | limit | this run | |\n|---|---|---|---|---|")
     for aim in AIMS:
         if aim.size in results:
             found = statistics.median(ratios(results[aim.size], aim.contestant, aim.rival))

@@ -208,24 +208,23 @@ class DistLink(Link):
         return head
 
     def _receive(self, peer: _Peer, data: bytes) -> None:
-        read = peer.reader.read(memoryview(data))
-        if read.number != peer.num_received:
-            raise WireError(f"message {read.number} came, {peer.num_received} was due")
+        count, read = peer.reader.read(memoryview(data))
+        if count != peer.num_received:
+            raise WireError(f"message {count} came, {peer.num_received} was due")
         peer.num_received += 1
-        header = read.header
-        arrival = self._inbox.arrive(peer.rank, header.tag, header.plan, header.slots)
+        arrival = self._inbox.arrive(peer.rank, read)
         for number, start, end in read.small:
             arrival.take(number, bytearray(data[start:end]))
         ready = None
         for number in read.behind:
-            size = header.slots[number].size_bytes
+            size = read.slots[number].size_bytes
             if size in peer.spare:
                 work, place = peer.spare.pop(size)
                 self._await(peer, work)
                 if arrival.take(number, place.numpy()):
                     ready = place  # it was copied out, and can be used again
                 continue
-            pieces = arrival.room(number).split(PIECE_BYTES)
+            pieces = as_tensor(arrival.room(number)).split(PIECE_BYTES)
             for work in [self._expect(peer, piece, PIECE + len(piece)) for piece in pieces]:
                 self._await(peer, work)
         if read.behind and size <= PIECE_BYTES:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from shoal.errors import WireError
-from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, Header, decode, decode_plan, encode
-from shoal.wire.tree import Parcel, memory_of
+from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, decode, decode_plan, encode
+from shoal.wire.tree import Build, Parcel, Slot, memory_of, read_plan
 
 SMALL_BYTES = 64 * 1024
 """A buffer below this is small, as long as all small ones together stay below the next."""
@@ -27,11 +27,11 @@ MAX_REMEMBERED = 64
 
 
 class Front(NamedTuple):
-    """A front that has been read and checked."""
+    """What the header of a front says, read and checked."""
 
-    number: int
-    """Counts the messages from one rank to another, from 0: a gap or a repeat is a fault."""
-    header: Header
+    tag: str
+    slots: list[Slot]
+    build: Build
     small: list[tuple[int, int, int]]
     """Slots whose bytes came along: number, and where in the front they begin and end."""
     behind: list[int]
@@ -43,18 +43,18 @@ def pack(
     parcel: Parcel, tag: str, number: int, limit_bytes: int
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The front, and the buffers that go behind it."""
-    sizes = [buffer.nbytes for buffer in parcel.buffers]
+    buffers = parcel.buffers
+    sizes = [buffer.nbytes for buffer in buffers]
     total = sum(sizes)
     if total > limit_bytes:
         raise WireError(f"a message of {total} bytes; the limit is {limit_bytes}")
     header, plan = encode(parcel, tag, total)
-    pieces = [_PREFIX.pack(number, len(header)), header, plan]
+    prefix = _PREFIX.pack(number, len(header))
     if total < SMALL_BYTES:
-        pieces += map(memory_of, parcel.buffers)
-        return b"".join(pieces), []
+        return b"".join([prefix, header, plan, *map(memory_of, buffers)]), []
     small, behind = _sorted(sizes)
-    pieces += [memory_of(parcel.buffers[each]) for each in small]
-    return b"".join(pieces), [parcel.buffers[each] for each in behind]
+    packed = [memory_of(buffers[each]) for each in small]
+    return b"".join([prefix, header, plan, *packed]), [buffers[each] for each in behind]
 
 
 class FrontReader:
@@ -68,8 +68,11 @@ class FrontReader:
         self._limit_bytes = limit_bytes
         self._seen: dict[bytes, Front] = {}
 
-    def read(self, data: memoryview) -> Front:
-        """Believe nothing. Raises WireError for whatever `pack` would not have made."""
+    def read(self, data: memoryview) -> tuple[int, Front]:
+        """The message's number, counted from 0, and all else.
+
+        Believe nothing: raises WireError for whatever `pack` would not have made.
+        """
         if len(data) < _PREFIX.size:
             raise WireError(f"a front of {len(data)} bytes is none")
         number, length = _PREFIX.unpack_from(data)
@@ -81,7 +84,7 @@ class FrontReader:
             front = self._read(header_bytes, data)
         if front.size != len(data):
             raise WireError(f"a front of {len(data)} bytes; its header makes it {front.size}")
-        return front._replace(number=number)
+        return number, front
 
     def _read(self, header_bytes: bytes, data: memoryview) -> Front:
         header = decode(header_bytes, self._limit_bytes)
@@ -97,7 +100,8 @@ class FrontReader:
         for each in numbers:
             small.append((each, at, at + sizes[each]))
             at += sizes[each]
-        front = Front(0, header, small, behind, at)
+        build = read_plan(header.plan, header.slots)
+        front = Front(header.tag, header.slots, build, small, behind, at)
         if remember:
             if len(self._seen) >= MAX_REMEMBERED:
                 self._seen.clear()

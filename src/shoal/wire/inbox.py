@@ -15,16 +15,8 @@ from typing import Any
 import torch
 
 from shoal.errors import ShoalError, WireError
-from shoal.wire.tree import (
-    DTYPE_NAMES,
-    Slot,
-    Tree,
-    allocate,
-    as_tensor,
-    bytes_of,
-    put_together,
-    shaped,
-)
+from shoal.wire.front import Front
+from shoal.wire.tree import DTYPE_NAMES, Slot, Tree, allocate, memory_of, shaped, view_of
 
 Key = tuple[int, str]
 WaitUntil = Callable[[Callable[[], bool], float], bool]
@@ -37,22 +29,31 @@ _NOTHING = torch.empty(0)
 class Arrival:
     """A message on its way in: its transport fills the slots, one by one."""
 
-    __slots__ = ("_offered", "job", "peer", "plan", "slots", "tag", "tensors")
+    __slots__ = ("_front", "_offered", "_tensors", "job", "peer")
 
-    def __init__(self, peer: int, tag: str, plan: Any, slots: list[Slot]) -> None:
-        self.peer, self.tag = peer, tag
-        self.plan, self.slots = plan, slots
+    def __init__(self, peer: int, front: Front) -> None:
+        self.peer = peer
         self.job: ReceiveJob | None = None
-        self.tensors = [_NOTHING] * len(slots)
+        self._front = front
         self._offered: list[torch.Tensor] | None = None
+        self._tensors = [_NOTHING] * len(front.slots)
 
-    def room(self, number: int) -> torch.Tensor:
+    @property
+    def tag(self) -> str:
+        return self._front.tag
+
+    def assign(self, job: ReceiveJob) -> None:
+        """Whoever asked first gets it, in the place that it brought, if that fits."""
+        self.job = job
+        self._offered = job._offer(self._front.slots)
+
+    def room(self, number: int) -> memoryview:
         """Where the bytes of a slot go: in place, where the asker brought a place."""
         if self._offered is not None:
-            self.tensors[number] = self._offered[number]
-            return bytes_of(self._offered[number])
-        self.tensors[number], room = allocate(self.slots[number])
-        return room
+            self._tensors[number] = self._offered[number]
+        else:
+            self._tensors[number] = allocate(self._front.slots[number])
+        return view_of(memory_of(self._tensors[number]))
 
     def take(self, number: int, content: Any) -> bool:
         """The bytes of a slot: a writable buffer that nobody else will use again.
@@ -60,10 +61,26 @@ class Arrival:
         Unless they were copied, because the asker brought a place: then this returns True.
         """
         if self._offered is None:
-            self.tensors[number] = shaped(self.slots[number], content)
+            self._tensors[number] = shaped(self._front.slots[number], content)
             return False
-        self.room(number).copy_(as_tensor(content))
+        self.room(number)[:] = content
         return True
+
+    @property
+    def is_in_place(self) -> bool:
+        return self._offered is not None
+
+    def message(self) -> Tree:
+        """All slots are full: what came."""
+        if self.job is not None and self._offered is not None:
+            if not self.job._given_up:
+                return self.job._into
+            # Whoever brought these places is not waiting any more, and may use them otherwise.
+            self._tensors = [tensor.clone() for tensor in self._tensors]
+        try:
+            return self._front.build(self._tensors)
+        except ValueError as error:
+            raise WireError(f"text that is none: {error}") from error
 
 
 @dataclass
@@ -104,31 +121,31 @@ class Inbox:
 
     # -- the transport -----------------------------------------------------------------------------
 
-    def arrive(self, peer: int, tag: str, plan: Any, slots: list[Slot]) -> Arrival:
-        """A message whose header has come and has been checked."""
-        arrival = Arrival(peer, tag, plan, slots)
+    def arrive(self, peer: int, front: Front) -> Arrival:
+        """A message whose front has come and has been checked."""
+        arrival = Arrival(peer, front)
         with self._lock:
-            queue = self._queue(peer, tag)
-            if queue.jobs:
-                arrival.job = queue.jobs.popleft()
-                arrival._offered = arrival.job._offer(slots)
+            jobs = self._queue(peer, front.tag).jobs
+            if jobs:
+                arrival.assign(jobs.popleft())
             self._arriving.add(arrival)
         return arrival
 
     def deliver(self, arrival: Arrival) -> None:
         """The slots are full. Raises WireError if they make no message."""
-        tree = put_together(arrival.plan, arrival.slots, arrival.tensors)
+        tree = arrival.message()
         with self._lock:
             if arrival not in self._arriving:
                 return  # the peer was lost meanwhile, and whoever asked has been told
             self._arriving.remove(arrival)
-            queue = self._queue(arrival.peer, arrival.tag)
             if arrival.job is not None and not arrival.job._given_up:
-                arrival.job._finish(tree)
-            elif queue.jobs:  # someone asked while it came
-                queue.jobs.popleft()._finish(tree)
+                arrival.job._finish(tree, arrival.is_in_place)
             else:
-                queue.messages.append(tree)
+                queue = self._queue(arrival.peer, arrival.tag)
+                if queue.jobs:  # someone asked while it came
+                    queue.jobs.popleft()._finish(tree)
+                else:
+                    queue.messages.append(tree)
             self._wake()
 
     def stir(self) -> None:
@@ -238,9 +255,9 @@ class ReceiveJob:
 
     # Called with the inbox's lock held.
 
-    def _finish(self, tree: Tree) -> None:
+    def _finish(self, tree: Tree, is_in_place: bool = False) -> None:
         try:
-            self._tree = tree if self._into is None else _fill(self._into, tree)
+            self._tree = tree if self._into is None or is_in_place else _fill(self._into, tree)
         except WireError as error:
             self._error = error
         self._done = True
@@ -273,13 +290,13 @@ def _tensors_of(tree: Tree) -> list[torch.Tensor]:
 
 
 def _fill(into: Tree, tree: Tree) -> Tree:
-    """`into`, holding what came. Tensors that were received in place are left as they are."""
+    """`into`, holding what came."""
     targets, sources = _tensors_of(into), _tensors_of(tree)
     expected = [(t.dtype, tuple(t.shape)) for t in targets]
     actual = [(t.dtype, tuple(t.shape)) for t in sources]
     if expected != actual:
         raise WireError(f"into= has tensors {expected}, what came has {actual}")
-    for target, source in zip(targets, sources, strict=True):
-        if target.data_ptr() != source.data_ptr() or target.device != source.device:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     return into

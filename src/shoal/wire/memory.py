@@ -6,7 +6,7 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link
-from shoal.wire.tree import Tree, bytes_of, take_apart
+from shoal.wire.tree import Tree, memory_of, take_apart, view_of
 
 
 class MemoryLink(Link):
@@ -36,12 +36,12 @@ class MemoryLink(Link):
         parcel = take_apart(tree)
         head, buffers = front.pack(parcel, tag, self._sent[to], DEFAULT_LIMIT_BYTES)
         self._sent[to] += 1
-        read = self._reader.read(memoryview(head))
-        arrival = peer._inbox.arrive(self.rank, tag, read.header.plan, read.header.slots)
+        _, read = self._reader.read(memoryview(head))
+        arrival = peer._inbox.arrive(self.rank, read)
         for number, start, end in read.small:
             arrival.take(number, bytearray(head[start:end]))
         for number, buffer in zip(read.behind, buffers, strict=True):
-            arrival.room(number).copy_(bytes_of(buffer))
+            arrival.room(number)[:] = view_of(memory_of(buffer))
         peer._inbox.deliver(arrival)
         return DONE
 

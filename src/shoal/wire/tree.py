@@ -12,6 +12,8 @@ class or a function: there is nothing to execute.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -88,15 +90,18 @@ _Path = tuple[Any, ...]
 
 def _plan(value: Any, slots: list[Slot], buffers: list[torch.Tensor], path: _Path) -> Any:
     if isinstance(value, torch.Tensor):
-        return _buffer(*_tensor(value, path), slots, buffers)
+        kind = DTYPE_NAMES.get(value.dtype)
+        slots.append(Slot(kind or "", list(value.shape)))
+        buffers.append(value if kind and _lies_well(value) else _plain(value, path))
+        return ["b", len(slots) - 1]
     if len(path) > MAX_DEPTH:
         raise WireError(
             f"{_place(path[:3])}...: nested more than {MAX_DEPTH} deep (a list inside itself?)."
         )
+    if isinstance(value, dict):
+        keys = [_key(key, path) for key in value]
+        return ["d", keys, [_plan(v, slots, buffers, (*path, k)) for k, v in value.items()]]
     match value:
-        case dict():
-            keys = [_key(key, path) for key in value]
-            return ["d", keys, [_plan(v, slots, buffers, (*path, k)) for k, v in value.items()]]
         case list() | tuple():
             letter = "l" if isinstance(value, list) else "t"
             inner = [_plan(v, slots, buffers, (*path, i)) for i, v in enumerate(value)]
@@ -126,10 +131,12 @@ def _place(path: _Path) -> str:
 
 
 def _key(key: Any, path: _Path) -> Any:
+    if type(key) is str and key.isascii() and len(key) <= INLINE_BYTES:
+        return key
     if isinstance(key, bytes) and len(key) <= INLINE_BYTES:
         return ["y", key]
     if isinstance(key, str) and len(key.encode("utf-8", "surrogatepass")) <= INLINE_BYTES:
-        return key if key.isascii() else ["s", key.encode("utf-8", "surrogatepass")]
+        return ["s", key.encode("utf-8", "surrogatepass")]
     if key is None or isinstance(key, bool | float):
         return key
     if isinstance(key, int):
@@ -140,23 +147,31 @@ def _key(key: Any, path: _Path) -> Any:
     )
 
 
-def _tensor(tensor: torch.Tensor, path: _Path) -> tuple[str, list[int], torch.Tensor]:
-    name = DTYPE_NAMES.get(tensor.dtype)
-    if name is None or tensor.layout != torch.strided:
+def _lies_well(tensor: torch.Tensor) -> bool:
+    """Whether its memory can be sent as it is."""
+    return (
+        tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and tensor.layout is torch.strided
+    )
+
+
+def _plain(tensor: torch.Tensor, path: _Path) -> torch.Tensor:
+    """A tensor of the same values that lies well."""
+    if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
         raise WireError(
             f"{_place(path)}: a {tensor.dtype} tensor of layout {tensor.layout} cannot be sent. "
             "Make it dense first, of one of: " + ", ".join(DTYPES) + "."
         )
     if tensor.is_meta:
         raise WireError(f"{_place(path)}: a tensor on the meta device has no values to send.")
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    if not plain.is_cpu or plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg().cpu()
-    if not plain.is_contiguous():
-        if name == "complex32":
-            plain = plain.view(torch.int32)  # the same bytes; torch warns of new complex32
-        plain = plain.contiguous()
-    return name, list(tensor.shape), plain
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if plain.dtype == torch.complex32:
+        plain = plain.view(torch.int32)  # the same bytes; torch warns of new complex32
+    return plain.contiguous()
 
 
 def _buffer(
@@ -183,8 +198,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor as a buffer, of whatever format."""
+    """The memory of a contiguous tensor as an array of numpy's, of whatever dtype and shape."""
     return (tensor if tensor.dtype in _NUMPY else bytes_of(tensor)).numpy()
+
+
+def view_of(array: Any) -> memoryview:
+    """The memory of an array, as bytes."""
+    return memoryview(array.reshape(-1).view(numpy.uint8))
 
 
 def as_tensor(content: Any) -> torch.Tensor:
@@ -217,14 +237,14 @@ def check_slots(slots: list[Slot], limit_bytes: int) -> int:
     return total
 
 
-def allocate(slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty tensor for a slot, and its bytes to be received into."""
+def allocate(slot: Slot) -> torch.Tensor:
+    """An empty tensor for a slot."""
     size = slot.size_bytes
     if size >= HUGE_BYTES:  # numpy asks the kernel for huge pages, which spares most page faults
         room = torch.from_numpy(numpy.empty(size, dtype=numpy.uint8))
     else:
         room = torch.empty(size, dtype=torch.uint8)
-    return room.view(DTYPES.get(slot.kind, torch.uint8)).view(slot.shape), room
+    return room.view(DTYPES.get(slot.kind, torch.uint8)).view(slot.shape)
 
 
 def shaped(slot: Slot, content: Any) -> torch.Tensor:
@@ -235,62 +255,63 @@ def shaped(slot: Slot, content: Any) -> torch.Tensor:
     return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
 
 
-def put_together(plan: Any, slots: list[Slot], tensors: list[torch.Tensor]) -> Tree:
-    """The message again. Raises WireError where the plan is not one that `take_apart` makes."""
-    left = dict(enumerate(tensors))
+Build = Callable[[list[torch.Tensor]], Tree]
+"""Makes a message of its tensors, as often as one likes."""
+
+
+def read_plan(plan: Any, slots: list[Slot]) -> Build:
+    """How to put a message together. WireError if the plan is none that `take_apart` makes."""
+    left = {number: slot.kind for number, slot in enumerate(slots)}
     try:
-        tree = _build(plan, slots, left, 0)
+        build = _read(plan, left, 0)
     except (RecursionError, ValueError, TypeError) as error:
         raise WireError(f"the plan makes no sense: {error}") from error
     if left:
         raise WireError("a buffer came that the plan does not use")
-    return tree
+    return build
 
 
-def _build(plan: Any, slots: list[Slot], left: dict[int, torch.Tensor], depth: int) -> Tree:
+def _read(plan: Any, left: dict[int, str], depth: int) -> Build:
     if not isinstance(plan, list):
         if plan is None or isinstance(plan, _SCALARS):
-            return plan
+            return lambda tensors: plan
         raise WireError("the plan has something that no message has")
     if depth > MAX_DEPTH:
         raise WireError(f"the plan is nested more than {MAX_DEPTH} deep")
-    letter, inner, *more = plan
-    if letter == "b" and type(inner) is int and not more:
-        tensor = left.pop(inner, None)
-        if tensor is None:
-            raise WireError("the plan points to a buffer that is not there, or has been used")
-        return _value(slots[inner].kind, tensor)
-    if letter == "d":
-        (values,) = more
-        made = {
-            _build_key(key): _build(value, slots, left, depth + 1)
-            for key, value in zip(_list(inner), _list(values), strict=True)
-        }
-        if len(made) != len(inner):
-            raise WireError("the plan has a dict with the same key twice")
-        return made
-    if letter == "l" and not more:
-        return [_build(item, slots, left, depth + 1) for item in _list(inner)]
-    if letter == "t" and not more:
-        return tuple([_build(item, slots, left, depth + 1) for item in _list(inner)])
-    if letter in ("y", "i"):
-        return _build_key(plan)
+    match plan:
+        case ["b", int(number)] if type(number) is int:
+            return _read_buffer(number, left)
+        case ["d", list(keys), list(values)]:
+            items = [
+                (_read_key(key), _read(value, left, depth + 1))
+                for key, value in zip(keys, values, strict=True)
+            ]
+            if len(dict(items)) != len(items):
+                raise WireError("the plan has a dict with the same key twice")
+            return lambda tensors: {key: build(tensors) for key, build in items}
+        case [("l" | "t") as letter, list(inner)]:
+            builds = [_read(each, left, depth + 1) for each in inner]
+            if letter == "l":
+                return lambda tensors: [build(tensors) for build in builds]
+            return lambda tensors: tuple([build(tensors) for build in builds])
+        case ["y" | "i", _]:
+            value = _read_key(plan)
+            return lambda tensors: value
     raise WireError("the plan has something that no message has")
 
 
-def _value(kind: str, tensor: torch.Tensor) -> Any:
+def _read_buffer(number: int, left: dict[int, str]) -> Build:
+    kind = left.pop(number, None)
+    if kind is None:
+        raise WireError("the plan points to a buffer that is not there, or has been used")
     if kind == TEXT:
-        return tensor.numpy().tobytes().decode("utf-8", "surrogatepass")
-    return tensor.numpy().tobytes() if kind == BYTES else tensor
+        return lambda tensors: _content(tensors[number]).decode("utf-8", "surrogatepass")
+    if kind == BYTES:
+        return lambda tensors: _content(tensors[number])
+    return operator.itemgetter(number)
 
 
-def _list(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    raise WireError("the plan has something else where it should have a list")
-
-
-def _build_key(key: Any) -> Any:
+def _read_key(key: Any) -> Any:
     if key is None or isinstance(key, _SCALARS):
         return key
     match key:
@@ -301,3 +322,7 @@ def _build_key(key: Any) -> Any:
         case ["i", str(digits)] if len(digits) <= 2 * INLINE_BYTES:
             return int(digits, 16)
     raise WireError("the plan has a dict key that no message has")
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,97 @@
+"""A rank driven by hand: bare zmq sockets that say whatever a test has them say.
+
+It listens as a rank does, so that real links can connect to it, and answers nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Self
+
+import zmq
+
+from shoal.closing import Closing
+from shoal.wire.front import pack
+from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.keys import KeyPair
+from shoal.wire.tree import memory_of, take_apart
+from shoal.wire.zmq_link import _STAMP, HELLO, PIECE_BYTES, Card
+
+Frames = Sequence[Any]
+
+
+class RawRank(Closing):
+    """keys: those that it uses. listens_with: where it listens with others."""
+
+    def __init__(
+        self, rank: int, keys: KeyPair | None = None, listens_with: KeyPair | None = None
+    ) -> None:
+        self.rank = rank
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._calls: list[RawCall] = []
+        self._router = self._context.socket(zmq.ROUTER)
+        if served := listens_with or keys:
+            self._router.curve_server = True
+            self._router.curve_secretkey = served.secret.encode()
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.card = Card(
+            f"tcp://127.0.0.1:{port}", secrets.token_hex(16), keys.public if keys else ""
+        )
+
+    def call(self, card: Card, *, rank: int | None = None, identity: bytes = b"") -> RawCall:
+        """Connect to the rank that has this card, as this rank or as another."""
+        who = identity or f"{self.rank if rank is None else rank}:{card.token}".encode()
+        self._calls.append(RawCall(self._context.socket(zmq.DEALER), card, who, self._keys))
+        return self._calls[-1]
+
+    def stop_listening(self) -> None:
+        self._router.close()
+
+    def close(self) -> None:
+        for call in self._calls:
+            call.close()
+        self._router.close(linger=0)
+        self._context.term()
+
+
+class RawCall(Closing):
+    """A connection to a real rank. It is made again if the other side ends it: once is enough."""
+
+    def __init__(
+        self, dealer: zmq.Socket[bytes], card: Card, identity: bytes, keys: KeyPair | None
+    ) -> None:
+        self._dealer = dealer
+        dealer.identity = identity
+        dealer.reconnect_ivl = -1
+        if keys:
+            dealer.curve_publickey = keys.public.encode()
+            dealer.curve_secretkey = keys.secret.encode()
+            dealer.curve_serverkey = card.public_key.encode()
+        dealer.connect(card.endpoint)
+
+    def hello(self) -> Self:
+        return self.say([HELLO])
+
+    def say(self, *messages: Frames) -> Self:
+        for frames in messages:
+            self._dealer.send_multipart(frames)
+        return self
+
+    def close(self) -> None:
+        self._dealer.close(linger=0)
+
+
+def frames_of(tree: Any, number: int = 0, tag: str = "") -> list[list[bytes]]:
+    """The zmq messages by which a link sends `tree` as its message `number`."""
+    head, buffers = pack(take_apart(tree), tag, number, DEFAULT_LIMIT_BYTES)
+    pieces = [
+        content[at : at + PIECE_BYTES]
+        for content in (memory_of(buffer).tobytes() for buffer in buffers)
+        for at in range(0, len(content), PIECE_BYTES)
+    ]
+    if not pieces:
+        return [[head]]
+    further = [[_STAMP.pack(number, n), piece] for n, piece in enumerate(pieces) if n]
+    return [[head, pieces[0]], *further]

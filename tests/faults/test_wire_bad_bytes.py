@@ -1,0 +1,460 @@
+"""Callers that are no ranks, and a rank that talks nonsense: named once, sent away, survived.
+
+Ranks 0 and 1 are real links that talk with each other all the while; rank 2 is driven by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from chat import Chat
+from mutations import mutate
+from processes import until
+from raw_rank import Frames, RawCall, RawRank, frames_of
+
+from shoal.errors import PeerLost, WireError
+from shoal.wire import zmq_gate
+from shoal.wire.front import MAX_FRONT_BYTES
+from shoal.wire.zmq_link import PIECE_BYTES, ZmqLink
+
+SOON_S = 30.0
+AT_ONCE_S = 10.0
+"""For what must not take as long as a deadline of a wait."""
+LIMIT_BYTES = 2**24
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""Of ZMTP 3.1: whoever says this speaks zmq."""
+
+LARGE = torch.arange(3 * PIECE_BYTES // 8, dtype=torch.int64)  # three pieces
+
+
+class Party:
+    """Links of ranks 0 and 1, and rank 2 with its calls to both."""
+
+    def __init__(self, stack: ExitStack, limit_bytes: int = LIMIT_BYTES) -> None:
+        made = [
+            stack.enter_context(ZmqLink(rank, 3, timeout_s=SOON_S, limit_bytes=limit_bytes))
+            for rank in (0, 1)
+        ]
+        self.raw = stack.enter_context(RawRank(2))
+        self.links = made
+        self.cards = [*(link.card for link in made), self.raw.card]
+        for link in made:
+            link.connect(self.cards)
+        self.calls = [self.raw.call(link.card).hello() for link in made]
+        for link in made:
+            link.settle()
+        self.chat = stack.enter_context(Chat(*made))
+
+    @property
+    def call(self) -> RawCall:
+        """Rank 2's to rank 0."""
+        return self.calls[0]
+
+    def rank_2_is_well(self) -> None:
+        for link, call in zip(self.links, self.calls, strict=True):
+            call.say(*frames_of("well", tag="well"))
+            assert link.recv(2, tag="well") == "well"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def party(stack: ExitStack) -> Party:
+    return Party(stack)
+
+
+class Log:
+    """What the links said in their log."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    @property
+    def lines(self) -> list[str]:
+        return [r.getMessage() for r in self._caplog.records if r.name == "shoal.wire"]
+
+    def one(self, *words: str) -> str:
+        """Wait for a line; it has these words, and there is no other."""
+        until(lambda: self.lines, "a line in the log")
+        (line,) = self.lines
+        for each in words:
+            assert each in line
+        return line
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    caplog.set_level(logging.INFO, "shoal.wire")
+    return Log(caplog)
+
+
+# -- callers that are no ranks ---------------------------------------------------------------------
+
+
+def caller(link: ZmqLink) -> socket.socket:
+    host, _, port = link.card.endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=SOON_S)
+
+
+def is_hung_up_on(connection: socket.socket) -> None:
+    try:
+        while connection.recv(4096):
+            continue
+    except ConnectionResetError:
+        return
+
+
+def test_a_port_scanner_is_told_of(party: Party, log: Log) -> None:
+    caller(party.links[0]).close()
+    log.one("rank 0 refused a caller from", "before it had said who it is")
+    party.chat.goes_on()
+    party.rank_2_is_well()
+    assert len(log.lines) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        random.Random(1).randbytes(1000),
+        bytes(1000),
+        b"\xff" * 1000,
+        b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x03abc",
+        GREETING + random.Random(2).randbytes(1000),
+        GREETING + b"\x04\xff" + b"\x05READY" * 50,
+        GREETING.replace(b"NULL\0", b"CURVE") + random.Random(3).randbytes(1000),
+        GREETING.replace(b"NULL\0", b"PLAIN") + b"\x04\x0a\x05HELLO\x01a\x01b",
+    ],
+    ids=[
+        "http", "random", "zeros", "ones", "zmtp 2", "zmtp 3 and garbage", "half a command",
+        "curve", "plain",
+    ],
+)  # fmt: skip
+def test_who_does_not_speak_as_ranks_do_is_refused(party: Party, log: Log, data: bytes) -> None:
+    with caller(party.links[0]) as connection:
+        connection.sendall(data)
+        with suppress(OSError):  # it has hung up already
+            connection.shutdown(socket.SHUT_WR)
+        is_hung_up_on(connection)
+    log.one("rank 0 refused a caller from ")
+    party.chat.goes_on()
+    party.rank_2_is_well()
+    assert len(log.lines) == 1
+
+
+@pytest.mark.parametrize("words", [b"", GREETING], ids=["nothing", "a greeting"])
+def test_who_says_nothing_more_is_sent_away(
+    stack: ExitStack, log: Log, monkeypatch: pytest.MonkeyPatch, words: bytes
+) -> None:
+    monkeypatch.setattr(zmq_gate, "HANDSHAKE_S", 0.5)
+    party = Party(stack)
+    with caller(party.links[0]) as connection:
+        connection.sendall(words)
+        is_hung_up_on(connection)
+    log.one("rank 0 refused a caller from 127.0.0.1:", "before it had said who it is")
+    party.chat.goes_on()
+    party.rank_2_is_well()
+
+
+def test_many_bad_callers_at_once(party: Party, log: Log) -> None:
+    """They do not keep the good ones from talking, nor fill the log."""
+    chance = random.Random(4)
+    for _ in range(100):
+        with ExitStack() as several:
+            for connection in [several.enter_context(caller(party.links[0])) for _ in range(5)]:
+                begin = chance.choice([b"", GREETING, GREETING[: chance.randrange(64)]])
+                connection.sendall(begin + chance.randbytes(chance.randrange(200)))
+    party.chat.goes_on()
+    party.rank_2_is_well()
+    reasons = {line.rpartition(": ")[2] for line in log.lines}
+    assert len(reasons) <= 2, reasons
+    assert 1 <= len(log.lines) <= 4, log.lines  # where known with the address, else without
+
+
+@pytest.mark.parametrize("identity", [b"nobody", b"2:", b"9:token", b"\xff" * 255])
+def test_a_stranger_is_ignored(party: Party, log: Log, identity: bytes) -> None:
+    with party.raw.call(party.links[0].card, identity=identity) as stranger:
+        stranger.hello().say(*frames_of("believe me"), [b"a", b"b", b"c"], *frames_of(LARGE))
+        log.one("rank 0 ignores a stranger", identity.hex()[:32], "no rank of this crew")
+        party.chat.goes_on()
+    party.chat.goes_on()
+    party.rank_2_is_well()
+    with caller(party.links[0]):  # someone to come after it, whose line shows that its own is over
+        pass
+    until(lambda: "refused a caller" in log.lines[-1], "a line of the one who came after")
+    assert len(log.lines) == 2, "the stranger was told of twice"
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_who_claims_to_be_a_rank_that_is_here_is_ignored(
+    party: Party, log: Log, rank: int
+) -> None:
+    """It knows the token. Without keys that is all there is, but the first to come stays."""
+    with party.raw.call(party.links[0].card, rank=rank) as impostor:
+        impostor.hello().say(*frames_of("believe me", tag="lie"), [b"g"])
+        party.chat.goes_on()
+        party.rank_2_is_well()
+    log.one("rank 0")
+    with pytest.raises(WireError, match="none came"):
+        party.links[0].recv(rank, tag="lie", timeout_s=0)
+    party.chat.goes_on()
+
+
+def test_who_takes_the_place_of_a_rank_before_it_comes_takes_no_other(
+    stack: ExitStack, log: Log
+) -> None:
+    """Without keys the token is all there is: rank 0 is deceived, and no more than that."""
+    links = [stack.enter_context(ZmqLink(rank, 3, timeout_s=SOON_S)) for rank in range(3)]
+    raw = stack.enter_context(RawRank(2))
+    cards = [link.card for link in links]
+    links[0].connect(cards)
+    raw.call(cards[0]).hello().say(*frames_of("a lie"))
+    assert links[0].recv(2) == "a lie"
+    for link in links[1:]:
+        link.connect(cards)
+    for link in links:
+        link.settle()
+    links[2].send("the truth", to=0)
+    links[2].send("the truth", to=1)
+    assert links[1].recv(2) == "the truth"
+    chat = stack.enter_context(Chat(links[0], links[1]))
+    chat.goes_on()
+    with pytest.raises(WireError, match="none came"):
+        links[0].recv(2, timeout_s=0)
+    assert log.lines == []
+
+
+# -- a rank that talks nonsense --------------------------------------------------------------------
+
+SMALL = frames_of({"x": torch.arange(9.0)})[0][0]
+PIECES = frames_of(LARGE)
+
+
+def by_hand(plan: object, slots: list[object], total: int, number: int = 0) -> bytes:
+    header = msgspec.msgpack.encode([1, "", total, 0, [plan, slots]])
+    return struct.pack("<QI", number, len(header)) + header
+
+
+def with_piece(number: int, piece: bytes, at: int) -> list[Frames]:
+    """LARGE, with another piece in one place."""
+    return [*PIECES[:at], [PIECES[at][0], piece], *PIECES[at + 1 :]]
+
+
+NONSENSE: dict[str, list[Frames]] = {
+    "an empty frame": [[b""]],
+    "half a front": [[SMALL[: len(SMALL) // 2]]],
+    "a front cut by a byte": [[SMALL[:-1]]],
+    "a front longer by a byte": [[SMALL + b"\0"]],
+    "the same again": [[SMALL], [SMALL]],
+    "a later number first": frames_of("x", number=1),
+    "a number left out": [*frames_of("x", number=0), *frames_of("x", number=2)],
+    "a far number": frames_of("x", number=2**64 - 1),
+    "something behind a front": [[SMALL, b"more"]],
+    "much behind a front": [[SMALL, *[b"more"] * 100]],
+    "an unknown sign": [[b"?"]],
+    "hello again": [[b"h"]],
+    "no plan that makes sense": [[by_hand(["z", 0], [], 0)]],
+    "a shape that no tensor has": [[by_hand(["b", 0], [["uint8", [0, 2**62, 2**62]]], 0)]],
+    "a message over the limit": [[by_hand(["b", 0], [["uint8", [LIMIT_BYTES + 1]]], 0), b"x"]],
+    "other totals than shapes": [[by_hand(["b", 0], [["uint8", [70_000]]], 70_001), bytes(70_000)]],
+    "no first piece": [PIECES[0][:1]],
+    "a first piece too long": with_piece(0, bytes(PIECE_BYTES + 1), at=0),
+    "a first piece too short": with_piece(0, bytes(PIECE_BYTES - 1), at=0),
+    "an empty piece": with_piece(0, b"", at=1),
+    "a piece too long": with_piece(0, bytes(PIECE_BYTES + 1), at=1),
+    "a piece again": [*PIECES[:2], PIECES[1]],
+    "pieces in another order": [PIECES[0], PIECES[2], PIECES[1]],
+    "a piece left out": [PIECES[0], PIECES[2]],
+    "a piece too many": [*PIECES, PIECES[2]],
+    "a piece of nothing": [PIECES[1]],
+    "a stamp without its piece": [PIECES[0], PIECES[1][:1]],
+    "something behind a piece": [PIECES[0], [*PIECES[1], b"more"]],
+    "a message between pieces": [PIECES[0], *frames_of("x", number=1)],
+    "goodbye between pieces": [PIECES[0], [b"g"]],
+    "a piece of another message": [PIECES[0], frames_of(LARGE, number=1)[1]],
+}
+
+
+@pytest.mark.parametrize("messages", NONSENSE.values(), ids=NONSENSE)
+def test_a_rank_that_talks_nonsense_is_dropped(
+    party: Party, log: Log, messages: list[Frames]
+) -> None:
+    links = party.links
+    party.call.say(*messages)
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2: "):
+        links[0].recv(2, tag="never", timeout_s=AT_ONCE_S)
+    line = log.one("rank 0 dropped rank 2: ")
+    party.call.say(*frames_of("listen", tag="later"), [b"g"], *messages)
+    party.chat.goes_on()
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2: "):
+        links[0].recv(2, tag="later")
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2: "):
+        links[0].send("are you there?", to=2)
+    party.calls[1].say(*frames_of("well", tag="well"))
+    assert links[1].recv(2, tag="well") == "well"  # rank 1 has nothing against it
+    party.call.close()
+    party.chat.goes_on()
+    assert log.lines == [line]
+
+
+def test_the_pieces_that_nonsense_is_made_of_are_good(party: Party, log: Log) -> None:
+    party.call.say([SMALL], *frames_of(LARGE, 1), *frames_of("text", 2), *frames_of(LARGE, 3))
+    assert torch.equal(party.links[0].recv(2)["x"], torch.arange(9.0))
+    assert torch.equal(party.links[0].recv(2), LARGE)
+    assert party.links[0].recv(2) == "text"
+    assert torch.equal(party.links[0].recv(2, into=torch.zeros_like(LARGE)), LARGE)
+    party.call.say([b"g"])
+    with pytest.raises(PeerLost, match="rank 2 has left"):
+        party.links[0].recv(2)
+    assert log.lines == []
+
+
+def test_what_came_before_the_nonsense_can_still_be_had(party: Party) -> None:
+    party.call.say(*frames_of("first"), *frames_of(LARGE, 1), [b"?"])
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2"):
+        party.links[0].recv(2, tag="never", timeout_s=AT_ONCE_S)
+    assert party.links[0].recv(2) == "first"
+    assert torch.equal(party.links[0].recv(2), LARGE)
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2"):
+        party.links[0].recv(2)
+
+
+def test_whoever_waits_for_the_rest_of_a_message_is_told(party: Party) -> None:
+    """Its buffer is half full when the nonsense comes."""
+    waiting = party.links[0].irecv(2, into=torch.zeros_like(LARGE))
+    party.call.say(PIECES[0], PIECES[2])
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2: something else came where piece 1"):
+        waiting.wait(AT_ONCE_S)
+    party.chat.goes_on()
+
+
+def test_a_message_that_no_memory_holds_is_refused(stack: ExitStack, log: Log) -> None:
+    """It is within the limit, which is generous here; but there is not so much on any machine."""
+    party = Party(stack, limit_bytes=2**60)
+    size = 2**50
+    party.call.say([by_hand(["b", 0], [["uint8", [size]]], size), bytes(PIECE_BYTES)])
+    with pytest.raises(PeerLost, match="rank 0 dropped rank 2: "):
+        party.links[0].recv(2, timeout_s=AT_ONCE_S)
+    log.one("rank 0 dropped rank 2: ", str(size))
+    party.chat.goes_on()
+
+
+def test_a_frame_too_large_to_be_received_ends_its_sender(party: Party, log: Log) -> None:
+    """Zmq ends the connection before the frame has come; so no memory is taken for it."""
+    party.call.say([bytes(max(MAX_FRONT_BYTES, PIECE_BYTES) + 1)])
+    with pytest.raises(PeerLost, match="rank 2"):
+        party.links[0].recv(2, timeout_s=AT_ONCE_S)
+    party.chat.goes_on()
+    assert len(log.lines) <= 1
+    with pytest.raises(PeerLost, match="rank 2"):
+        party.links[0].send("are you there?", to=2)
+
+
+@pytest.mark.parametrize("way", ["its ear", "its mouth", "both"])
+def test_a_rank_whose_connections_break_is_lost(party: Party, log: Log, way: str) -> None:
+    """Either one is enough: without the other it is of no use. Rank 1 talks all the while."""
+    if way == "its ear":
+        party.raw.stop_listening()
+    elif way == "its mouth":
+        party.call.close()
+    else:
+        party.raw.close()
+    begun = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 0 lost rank 2"):
+        party.links[0].recv(2, timeout_s=SOON_S)
+    assert time.monotonic() < begun + AT_ONCE_S
+    party.chat.goes_on()
+    assert log.lines == []
+
+
+# -- a rank that talks nonsense, thousands of times ------------------------------------------------
+
+FUZZ_RANKS = 150
+FUZZ_ROUNDS = 20
+FUZZ_LIMIT_S = 60.0
+
+
+def nonsense(chance: random.Random) -> list[Frames]:
+    """The messages of a good rank, with frames changed, lost, repeated or swapped."""
+    originals = [
+        frames_of({"x": torch.arange(9.0), "s": "text"}),
+        frames_of([torch.zeros(20_000), 3]),
+        frames_of([torch.zeros(40, 1000), torch.ones(50, 1000), "n"]),
+        [*frames_of("x"), *frames_of(torch.zeros(30_000), 1)],
+    ]
+    messages = [list(frames) for frames in chance.choice(originals)]
+    for _ in range(chance.randint(1, 3)):
+        frames = chance.choice(messages)
+        at = chance.randrange(len(frames))
+        match chance.randrange(8):
+            case 0:
+                frames.insert(at, frames[at])
+            case 1 if len(frames) > 1:
+                del frames[at]
+            case 2:
+                messages.insert(0, messages[-1])
+            case 3 if len(messages) > 1:
+                messages.pop(chance.randrange(len(messages)))
+            case 4:
+                frames.insert(at, chance.randbytes(chance.randrange(20)))
+            case _:
+                frames[at] = mutate(frames[at], chance)
+    return [frames for frames in messages if frames]
+
+
+@pytest.mark.timeout(FUZZ_LIMIT_S + 60)
+def test_thousands_of_mutated_messages_are_survived(stack: ExitStack, log: Log) -> None:
+    """Each of many raw ranks says one thing, and then `end` if it is still listened to."""
+    chance = random.Random(20261115)
+    begun = time.monotonic()
+    dropped = 0
+    for _ in range(FUZZ_ROUNDS):
+        with ExitStack() as party:
+            dropped += one_round(party, chance)
+        assert time.monotonic() < begun + FUZZ_LIMIT_S, "took too long: some message is slow"
+    assert dropped > FUZZ_RANKS * FUZZ_ROUNDS // 2
+    assert len(log.lines) <= dropped
+
+
+def one_round(party: ExitStack, chance: random.Random) -> int:
+    """How many of the ranks were dropped (or left: some say goodbye by chance)."""
+    size = 2 + FUZZ_RANKS
+    good = [
+        party.enter_context(ZmqLink(r, size if r == 0 else 2, timeout_s=SOON_S, limit_bytes=2**24))
+        for r in (0, 1)
+    ]
+    raw = party.enter_context(RawRank(2))
+    good[0].connect([good[0].card, good[1].card, *[raw.card] * FUZZ_RANKS])
+    good[1].connect([good[0].card, good[1].card])
+    calls = {rank: raw.call(good[0].card, rank=rank).hello() for rank in range(2, size)}
+    for link in good:
+        link.settle()
+    for call in calls.values():
+        said = nonsense(chance)
+        call.say(*said, *frames_of("end", len({id(each) for each in said}), tag="end"))
+    dropped = 0
+    for rank in calls:
+        good[1].send(rank, to=0)
+        try:
+            assert good[0].recv(rank, tag="end") == "end"
+        except PeerLost:
+            dropped += 1
+        assert good[0].recv(1) == rank
+        good[0].send(rank, to=1)
+        assert good[1].recv(0) == rank
+    return dropped
