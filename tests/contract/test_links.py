@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -108,6 +109,37 @@ def test_two_ranks_send_much_to_each_other_at_once(links: list[Link]) -> None:
     assert torch.equal(received[1], large)
 
 
+@pytest.mark.parametrize("size_bytes", [2**31 + 2**26])
+def test_several_gib_in_one_message(links: list[Link], size_bytes: int) -> None:
+    if isinstance(links[0], MemoryLink):
+        pytest.skip("memory has no wire to be too narrow")
+    large = torch.arange(size_bytes // 8)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(links[0].send, {"large": large, "note": "all of it"}, 1)
+        got = links[1].recv(0)
+        sending.result(SOON_S)
+    assert got["note"] == "all of it"
+    assert torch.equal(got["large"], large)
+
+
+def test_asking_whether_it_is_done_moves_things_along(links: list[Link]) -> None:
+    large = torch.arange(3_000_000)
+    coming = links[1].irecv(0)
+    going = links[0].isend(large, to=1)
+    deadline = time.monotonic() + SOON_S
+    while not (coming.done() and going.done()):
+        assert time.monotonic() < deadline
+    assert torch.equal(coming.wait(0), large)
+
+
+def test_several_threads_wait_at_once(links: list[Link]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(links[1].recv, 0, f"t{n}", None, SOON_S) for n in range(8)]
+        for n in reversed(range(8)):
+            links[0].send(n, to=1, tag=f"t{n}")
+        assert [each.result(SOON_S) for each in waiting] == list(range(8))
+
+
 def test_received_tensors_are_their_receivers_own(links: list[Link]) -> None:
     x = torch.ones(3)
     links[0].send(x, to=1)
@@ -132,6 +164,27 @@ def test_buffers_given_are_filled(links: list[Link], posted_first: bool) -> None
     got = job.wait()
     assert got["x"].data_ptr() == where
     assert same(room, tree)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4_000, 144 * 1024, 600_000, 1_500_000])
+def test_places_of_every_size_are_filled_without_allocating(
+    links: list[Link], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = {"x": torch.zeros(size), "odd": torch.zeros((3, 5), dtype=torch.bfloat16)}
+    where = room["x"].data_ptr()
+    for number in range(5):
+        job = links[1].irecv(0, into=room)
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.wire.inbox.allocate", forbidden)
+            patch.setattr("shoal.wire.inbox.shaped", forbidden)
+            links[0].send({"x": torch.full((size,), float(number)), "odd": room["odd"]}, to=1)
+            assert job.wait() is room
+        assert room["x"].data_ptr() == where
+        assert (room["x"] == number).all()
+
+
+def forbidden(*args: object) -> None:
+    raise AssertionError("something was allocated")
 
 
 def test_buffers_that_do_not_fit_are_named_and_the_link_goes_on(links: list[Link]) -> None:

@@ -194,9 +194,10 @@ def test_a_stranger_is_ignored(party: Party, log: Log, identity: bytes) -> None:
         party.chat.goes_on()
     party.chat.goes_on()
     party.rank_2_is_well()
-    with caller(party.links[0]):  # someone to come after it, whose line shows that its own is over
-        pass
-    until(lambda: "refused a caller" in log.lines[-1], "a line of the one who came after")
+    with caller(party.links[0]) as other:  # when this has been told of, nothing more is to come
+        other.sendall(b"\xff" * 1000)
+        is_hung_up_on(other)
+    until(lambda: "does not speak as a rank does" in log.lines[-1], "the line of the other")
     assert len(log.lines) == 2, "the stranger was told of twice"
 
 

@@ -32,9 +32,10 @@ import torch.distributed as dist
 
 from shoal.errors import PeerLost, WireError
 from shoal.wire import front
+from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link
-from shoal.wire.tree import Tree, as_tensor, bytes_of, take_apart
+from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of, take_apart
 
 PIECE_BYTES = 4 * 2**20
 BLOCK_BYTES = 64 * 1024
@@ -47,6 +48,7 @@ TURN_S = 0.25
 _LENGTH = struct.Struct("<I")
 BEAT, GOODBYE = b"\0", b"\1"
 _FOR_EVER = timedelta(days=365)
+MakeLane = Callable[[dist.Store, int], GpuLane]
 
 log = logging.getLogger("shoal.wire")
 
@@ -59,6 +61,7 @@ class _Peer:
     other: int
     """The peer's rank within the group of two."""
     reader: front.FrontReader
+    lane: GpuLane | None
     lock: threading.Lock = field(default_factory=threading.Lock)
     outgoing: queue.SimpleQueue[_Outgoing | None] = field(default_factory=queue.SimpleQueue)
     num_sent: int = 0
@@ -89,8 +92,18 @@ class DistLink(Link):
         self._is_open = True
         self._inbox.wait_until = self._wait_until
 
-    def join(self, store: dist.Store, address: str, names: list[str] | None = None) -> None:
-        """Meet all others at `store`, each at the same time. address: of this rank."""
+    def join(
+        self,
+        store: dist.Store,
+        address: str,
+        names: list[str] | None = None,
+        make_lane: MakeLane | None = None,
+    ) -> None:
+        """Meet all others at `store`, each at the same time.
+
+        address: of this rank.
+        make_lane: for tensors that go from GPU to GPU, where every rank has one of its own.
+        """
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.timeout_s)
@@ -104,11 +117,11 @@ class DistLink(Link):
             name = names[other] if names else f"rank {other}"
             try:
                 group = gloo(meeting, int(self.rank > other), 2, options)
+                lane = make_lane(meeting, int(self.rank > other)) if make_lane else None
             except RuntimeError as error:
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
-            self._peers[other] = _Peer(
-                other, name, group, int(self.rank < other), front.FrontReader(self._limit_bytes)
-            )
+            reader = front.FrontReader(self._limit_bytes, has_gpu=lane is not None)
+            self._peers[other] = _Peer(other, name, group, int(self.rank < other), reader, lane)
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
                 peer.threads.append(threading.Thread(target=work, args=(peer,), daemon=True))
@@ -119,7 +132,7 @@ class DistLink(Link):
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
         self._check_peer(to)
         peer = self._peers[to]
-        parcel = take_apart(tree)
+        parcel = take_apart(tree, peer.lane.stays if peer.lane else None)
         with peer.lock:
             if not self._is_open:
                 raise WireError("the link was closed")
@@ -137,11 +150,17 @@ class DistLink(Link):
         pieces = [(FRONT, message[:BLOCK_BYTES])]
         if len(message) > BLOCK_BYTES:
             pieces.append((REST, message[BLOCK_BYTES:]))
+        on_gpu = []
         for buffer in buffers:
+            if peer.lane and peer.lane.stays(buffer):
+                on_gpu.append(buffer)
+                continue
             pieces += [(PIECE + len(piece), piece) for piece in bytes_of(buffer).split(PIECE_BYTES)]
         try:
             for tag, piece in pieces:
                 outgoing.works.append((peer.group.send([piece], peer.other, tag), piece))
+            if peer.lane:
+                outgoing.works += [(peer.lane.send(buffer), buffer) for buffer in on_gpu]
         except RuntimeError as error:
             raise self._lose(peer, error) from error
         peer.outgoing.put(outgoing)
@@ -217,17 +236,20 @@ class DistLink(Link):
             arrival.take(number, bytearray(data[start:end]))
         ready = None
         for number in read.behind:
-            size = read.slots[number].size_bytes
-            if size in peer.spare:
+            slot = read.slots[number]
+            size = slot.size_bytes
+            if slot.is_on_gpu and peer.lane:
+                arrival.put(number, peer.lane.receive(DTYPES[slot.kind], slot.shape))
+            elif size in peer.spare:
                 work, place = peer.spare.pop(size)
                 self._await(peer, work)
                 if arrival.take(number, place.numpy()):
                     ready = place  # it was copied out, and can be used again
-                continue
-            pieces = as_tensor(arrival.room(number)).split(PIECE_BYTES)
-            for work in [self._expect(peer, piece, PIECE + len(piece)) for piece in pieces]:
-                self._await(peer, work)
-        if read.behind and size <= PIECE_BYTES:
+            else:
+                pieces = as_tensor(arrival.room(number)).split(PIECE_BYTES)
+                for work in [self._expect(peer, piece, PIECE + len(piece)) for piece in pieces]:
+                    self._await(peer, work)
+        if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu:
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
             peer.spare[size] = self._expect(peer, ready, PIECE + size), ready
         self._inbox.deliver(arrival)

@@ -50,9 +50,9 @@ def pack(
         raise WireError(f"a message of {total} bytes; the limit is {limit_bytes}")
     header, plan = encode(parcel, tag, total)
     prefix = _PREFIX.pack(number, len(header))
-    if total < SMALL_BYTES:
+    if total < SMALL_BYTES and parcel.stays is None:
         return b"".join([prefix, header, plan, *map(memory_of, buffers)]), []
-    small, behind = _sorted(sizes)
+    small, behind = _sorted(sizes, parcel.slots)
     packed = [memory_of(buffers[each]) for each in small]
     return b"".join([prefix, header, plan, *packed]), [buffers[each] for each in behind]
 
@@ -64,8 +64,9 @@ class FrontReader:
     steady stream of small messages cheap.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, has_gpu: bool = False) -> None:
         self._limit_bytes = limit_bytes
+        self._has_gpu = has_gpu
         self._seen: dict[bytes, Front] = {}
 
     def read(self, data: memoryview) -> tuple[int, Front]:
@@ -94,8 +95,10 @@ class FrontReader:
             plan = data[at : at + header.plan_bytes]
             header = decode_plan(header, plan, self._limit_bytes)
             at += header.plan_bytes
+        if not self._has_gpu and any(slot.is_on_gpu for slot in header.slots):
+            raise WireError("a buffer for a GPU, and this side of the link has none")
         sizes = [slot.size_bytes for slot in header.slots]
-        numbers, behind = _sorted(sizes)
+        numbers, behind = _sorted(sizes, header.slots)
         small = []
         for each in numbers:
             small.append((each, at, at + sizes[each]))
@@ -109,11 +112,11 @@ class FrontReader:
         return front
 
 
-def _sorted(sizes: list[int]) -> tuple[list[int], list[int]]:
+def _sorted(sizes: list[int], slots: list[Slot]) -> tuple[list[int], list[int]]:
     """Which buffers go in the front, and which behind."""
     small, behind, room = [], [], MAX_SMALL_BYTES
     for number, size in enumerate(sizes):
-        if size < SMALL_BYTES and size <= room:
+        if size < SMALL_BYTES and size <= room and not slots[number].is_on_gpu:
             small.append(number)
             room -= size
         else:

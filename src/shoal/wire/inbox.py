@@ -66,6 +66,10 @@ class Arrival:
         self.room(number)[:] = content
         return True
 
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """A slot that needs no more work: from GPU to GPU."""
+        self._tensors[number] = tensor
+
     @property
     def is_in_place(self) -> bool:
         return self._offered is not None
@@ -273,6 +277,7 @@ class ReceiveJob:
         fits = len(tensors) == len(slots) and all(
             t.is_cpu
             and t.is_contiguous()
+            and not slot.is_on_gpu
             and slot.kind == DTYPE_NAMES.get(t.dtype)
             and slot.shape == list(t.shape)
             for t, slot in zip(tensors, slots, strict=True)

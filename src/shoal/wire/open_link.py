@@ -15,7 +15,8 @@ import msgspec
 from shoal.crew import Crew
 from shoal.errors import ShoalError, WireError
 from shoal.network import is_loopback
-from shoal.wire.dist_link import DistLink
+from shoal.wire.dist_link import DistLink, MakeLane
+from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import (
     AuthorizedKeys,
@@ -107,8 +108,16 @@ def _open_dist(crew: Crew, settings: LinkSettings) -> Link:
     if crew.size > 1:
         with _closed_on_failure(link):
             store = crew.store_for("link")
-            _together(crew, "joining", lambda: link.join(store, _address(crew), _names(crew)))
+            lane = _gpu_lane(crew)
+            _together(crew, "joining", lambda: link.join(store, _address(crew), _names(crew), lane))
     return link
+
+
+def _gpu_lane(crew: Crew) -> MakeLane | None:
+    """Where every rank has a GPU of its own, tensors on it go from GPU to GPU."""
+    if not crew.gpu_collectives:
+        return None
+    return lambda store, rank: GpuLane(store, rank, crew.device)
 
 
 def _address(crew: Crew) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy
@@ -58,6 +58,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     kind: str
     """A dtype's name, or `text`, or `bytes`."""
     shape: list[int]
+    is_on_gpu: bool = False
+    """Goes from GPU to GPU, where the transport can do that."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,46 +67,55 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return item * math.prod(self.shape)
 
 
-class Parcel(NamedTuple):
+Stays = Callable[[torch.Tensor], bool]
+"""Which tensors are sent from where they are, instead of through host memory."""
+
+
+class Parcel:
     """A message taken apart."""
 
-    plan: Any
-    slots: list[Slot]
-    buffers: list[torch.Tensor]
-    """Contiguous, in host memory. A tensor that lies so already is not copied."""
+    __slots__ = ("buffers", "plan", "slots", "stays")
+
+    def __init__(self, stays: Stays | None = None) -> None:
+        self.plan: Any = None
+        self.slots: list[Slot] = []
+        self.buffers: list[torch.Tensor] = []
+        """Contiguous, in host memory (or staying). What lies so already is not copied."""
+        self.stays = stays
 
 
 # -- apart -----------------------------------------------------------------------------------------
 
 
-def take_apart(tree: Tree) -> Parcel:
+def take_apart(tree: Tree, stays: Stays | None = None) -> Parcel:
     """Raises WireError, naming the place in the tree, for what cannot be sent."""
-    slots: list[Slot] = []
-    buffers: list[torch.Tensor] = []
-    return Parcel(_plan(tree, slots, buffers, ()), slots, buffers)
+    parcel = Parcel(stays)
+    parcel.plan = _plan(tree, parcel, ())
+    return parcel
 
 
 _Path = tuple[Any, ...]
 """The way to a place in the tree: keys and indices."""
 
 
-def _plan(value: Any, slots: list[Slot], buffers: list[torch.Tensor], path: _Path) -> Any:
+def _plan(value: Any, parcel: Parcel, path: _Path) -> Any:
     if isinstance(value, torch.Tensor):
-        kind = DTYPE_NAMES.get(value.dtype)
-        slots.append(Slot(kind or "", list(value.shape)))
-        buffers.append(value if kind and _lies_well(value) else _plain(value, path))
-        return ["b", len(slots) - 1]
+        kind = DTYPE_NAMES.get(value.dtype, "")
+        stays = parcel.stays is not None and parcel.stays(value)
+        if not kind or not _lies_well(value, stays):
+            return _buffer(kind, list(value.shape), _plain(value, stays, path), parcel, stays)
+        return _buffer(kind, list(value.shape), value, parcel, stays)
     if len(path) > MAX_DEPTH:
         raise WireError(
             f"{_place(path[:3])}...: nested more than {MAX_DEPTH} deep (a list inside itself?)."
         )
     if isinstance(value, dict):
         keys = [_key(key, path) for key in value]
-        return ["d", keys, [_plan(v, slots, buffers, (*path, k)) for k, v in value.items()]]
+        return ["d", keys, [_plan(v, parcel, (*path, k)) for k, v in value.items()]]
     match value:
         case list() | tuple():
             letter = "l" if isinstance(value, list) else "t"
-            inner = [_plan(v, slots, buffers, (*path, i)) for i, v in enumerate(value)]
+            inner = [_plan(v, parcel, (*path, i)) for i, v in enumerate(value)]
             return [letter, inner]
         case None | bool() | float():
             return value
@@ -114,12 +125,12 @@ def _plan(value: Any, slots: list[Slot], buffers: list[torch.Tensor], path: _Pat
             encoded = value.encode("utf-8", "surrogatepass")
             if len(encoded) <= INLINE_BYTES and encoded.isascii():
                 return value
-            return _buffer(TEXT, [len(encoded)], as_tensor(bytearray(encoded)), slots, buffers)
+            return _buffer(TEXT, [len(encoded)], as_tensor(bytearray(encoded)), parcel)
         case bytes() | bytearray() | memoryview():
             content = bytes(value)
             if len(content) <= INLINE_BYTES:
                 return ["y", content]
-            return _buffer(BYTES, [len(content)], as_tensor(bytearray(content)), slots, buffers)
+            return _buffer(BYTES, [len(content)], as_tensor(bytearray(content)), parcel)
     raise WireError(
         f"{_place(path)}: a {type(value).__name__} cannot be sent. What can: dict, list, tuple, "
         "None, bool, int, float, str, bytes and tensors."
@@ -147,10 +158,10 @@ def _key(key: Any, path: _Path) -> Any:
     )
 
 
-def _lies_well(tensor: torch.Tensor) -> bool:
+def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
     """Whether its memory can be sent as it is."""
     return (
-        tensor.is_cpu
+        (tensor.is_cpu or stays)
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_neg()
@@ -159,7 +170,7 @@ def _lies_well(tensor: torch.Tensor) -> bool:
     )
 
 
-def _plain(tensor: torch.Tensor, path: _Path) -> torch.Tensor:
+def _plain(tensor: torch.Tensor, stays: bool, path: _Path) -> torch.Tensor:
     """A tensor of the same values that lies well."""
     if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
         raise WireError(
@@ -168,22 +179,19 @@ def _plain(tensor: torch.Tensor, path: _Path) -> torch.Tensor:
         )
     if tensor.is_meta:
         raise WireError(f"{_place(path)}: a tensor on the meta device has no values to send.")
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = plain if stays else plain.cpu()
     if plain.dtype == torch.complex32:
         plain = plain.view(torch.int32)  # the same bytes; torch warns of new complex32
     return plain.contiguous()
 
 
 def _buffer(
-    kind: str,
-    shape: list[int],
-    content: torch.Tensor,
-    slots: list[Slot],
-    buffers: list[torch.Tensor],
+    kind: str, shape: list[int], content: torch.Tensor, parcel: Parcel, stays: bool = False
 ) -> list[Any]:
-    slots.append(Slot(kind, shape))
-    buffers.append(content)
-    return ["b", len(slots) - 1]
+    parcel.slots.append(Slot(kind, shape, stays))
+    parcel.buffers.append(content)
+    return ["b", len(parcel.slots) - 1]
 
 
 # -- memory ----------------------------------------------------------------------------------------

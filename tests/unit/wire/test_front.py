@@ -27,7 +27,7 @@ from shoal.wire.front import (
 )
 from shoal.wire.header import DEFAULT_LIMIT_BYTES, MAX_HEADER_BYTES
 from shoal.wire.inbox import Inbox
-from shoal.wire.tree import bytes_of, take_apart
+from shoal.wire.tree import memory_of, take_apart, view_of
 
 PEER = 1
 FUZZ_FRAMES = 100_000
@@ -51,20 +51,19 @@ def by_hand(plan: Any, *slots: tuple[str, list[int]], total: int, body: bytes = 
 
 def receive(reader: FrontReader, inbox: Inbox, data: bytes, behind: list[torch.Tensor]) -> Any:
     """All that a receiver does with a front: (message number, message)."""
-    front = reader.read(memoryview(data))
-    tag, slots = front.header.tag, front.header.slots
-    announced = sum(slot.size_bytes for slot in slots)
+    number, front = reader.read(memoryview(data))
+    announced = sum(slot.size_bytes for slot in front.slots)
     assert announced <= reader._limit_bytes, "more would be allocated than the limit"
-    arrival = inbox.arrive(PEER, tag, front.header.plan, slots)
-    for number, start, end in front.small:
-        arrival.take(number, bytearray(data[start:end]))
-    for each, number in enumerate(front.behind):
-        room = arrival.room(number)
+    arrival = inbox.arrive(PEER, front)
+    for slot, start, end in front.small:
+        arrival.take(slot, bytearray(data[start:end]))
+    for each, slot in enumerate(front.behind):
+        room = arrival.room(slot)
         if each >= len(behind) or behind[each].nbytes != len(room):
             raise WireError("something else came behind")
-        room.numpy()[:] = bytes_of(behind[each]).numpy()  # torch would wake its threads for it
+        room[:] = view_of(memory_of(behind[each]))
     inbox.deliver(arrival)
-    return front.number, inbox.expect(PEER, tag, None).wait(0)
+    return number, inbox.expect(PEER, front.tag, None).wait(0)
 
 
 def arrived(data: bytes, behind: list[torch.Tensor], reader: FrontReader | None = None) -> Any:
@@ -182,7 +181,7 @@ def test_a_front_cut_short_is_refused(example: Packed, reader: FrontReader) -> N
     for at in cuts(data):
         with pytest.raises(WireError):
             reader.read(memoryview(data[:at]))
-    assert reader.read(memoryview(data)).number == 7
+    assert reader.read(memoryview(data))[0] == 7
 
 
 def test_a_front_with_something_added_is_refused(example: Packed, reader: FrontReader) -> None:
@@ -190,7 +189,7 @@ def test_a_front_with_something_added_is_refused(example: Packed, reader: FrontR
     for more in (b"\0", data[-1:], data[-100:], data):
         with pytest.raises(WireError):
             reader.read(memoryview(data + more))
-    assert reader.read(memoryview(data)).number == 7
+    assert reader.read(memoryview(data))[0] == 7
 
 
 def test_a_header_that_is_remembered_does_not_vouch_for_its_body() -> None:

@@ -22,7 +22,7 @@ from shoal.wire.header import (
     decode_plan,
     encode,
 )
-from shoal.wire.tree import Parcel, put_together, take_apart
+from shoal.wire.tree import Parcel, read_plan, take_apart
 
 
 def encoded(parcel: Parcel, tag: str = "") -> tuple[bytes, bytes]:
@@ -45,7 +45,7 @@ def test_what_is_encoded_is_understood(tree: Any, tag: str) -> None:
         buffer.view(slot.shape) if slot.shape != list(buffer.shape) else buffer
         for slot, buffer in zip(header.slots, parcel.buffers, strict=True)
     ]
-    assert same(put_together(header.plan, header.slots, tensors), tree)
+    assert same(read_plan(header.plan, header.slots)(tensors), tree)
 
 
 def test_a_large_structure_goes_after_the_header() -> None:
@@ -55,7 +55,7 @@ def test_a_large_structure_goes_after_the_header() -> None:
     assert len(header_bytes) < 100
     assert len(plan) > MAX_HEADER_BYTES
     header = understood(header_bytes, plan)
-    assert same(put_together(header.plan, header.slots, parcel.buffers), state)
+    assert same(read_plan(header.plan, header.slots)(parcel.buffers), state)
 
 
 def test_too_large_a_structure_is_refused_where_it_is_made() -> None:
