@@ -5,14 +5,11 @@ Ranks 0 and 1 are real links that talk with each other all the while; rank 2 is 
 
 from __future__ import annotations
 
-import logging
 import random
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,6 +18,7 @@ from chat import Chat
 from mutations import mutate
 from processes import until
 from raw_rank import Frames, RawCall, RawRank, frames_of
+from wire_log import Log
 
 from shoal.errors import PeerLost, WireError
 from shoal.wire import zmq_gate
@@ -68,39 +66,8 @@ class Party:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
-
-
-@pytest.fixture
 def party(stack: ExitStack) -> Party:
     return Party(stack)
-
-
-class Log:
-    """What the links said in their log."""
-
-    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        self._caplog = caplog
-
-    @property
-    def lines(self) -> list[str]:
-        return [r.getMessage() for r in self._caplog.records if r.name == "shoal.wire"]
-
-    def one(self, *words: str) -> str:
-        """Wait for a line; it has these words, and there is no other."""
-        until(lambda: self.lines, "a line in the log")
-        (line,) = self.lines
-        for each in words:
-            assert each in line
-        return line
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Log:
-    caplog.set_level(logging.INFO, "shoal.wire")
-    return Log(caplog)
 
 
 # -- callers that are no ranks ---------------------------------------------------------------------
@@ -202,9 +169,7 @@ def test_a_stranger_is_ignored(party: Party, log: Log, identity: bytes) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_who_claims_to_be_a_rank_that_is_here_is_ignored(
-    party: Party, log: Log, rank: int
-) -> None:
+def test_who_claims_to_be_a_rank_that_is_here_is_ignored(party: Party, log: Log, rank: int) -> None:
     """It knows the token. Without keys that is all there is, but the first to come stays."""
     with party.raw.call(party.links[0].card, rank=rank) as impostor:
         impostor.hello().say(*frames_of("believe me", tag="lie"), [b"g"])
