@@ -140,6 +140,15 @@ def test_several_threads_wait_at_once(links: list[Link]) -> None:
         assert [each.result(SOON_S) for each in waiting] == list(range(8))
 
 
+def test_as_many_tags_as_messages(links: list[Link]) -> None:
+    kept = links[1].irecv(0, tag="kept")
+    for number in range(3000):
+        links[0].send(number, to=1, tag=f"step {number}")
+    assert [links[1].recv(0, tag=f"step {n}") for n in range(3000)] == list(range(3000))
+    links[0].send("here", to=1, tag="kept")
+    assert kept.wait() == "here"
+
+
 def test_received_tensors_are_their_receivers_own(links: list[Link]) -> None:
     x = torch.ones(3)
     links[0].send(x, to=1)

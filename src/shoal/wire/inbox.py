@@ -23,6 +23,7 @@ WaitUntil = Callable[[Callable[[], bool], float], bool]
 """Wait for a condition that this inbox changes, so many seconds at most; whether it is met."""
 
 
+MAX_IDLE_QUEUES = 1000
 _NOTHING = torch.empty(0)
 
 
@@ -165,6 +166,9 @@ class Inbox:
     def _queue(self, peer: int, tag: str) -> _Queue:
         queue = self._queues.get((peer, tag))
         if queue is None:
+            if len(self._queues) >= MAX_IDLE_QUEUES:  # tags may be as many as messages
+                busy = {key: q for key, q in self._queues.items() if q.messages or q.jobs}
+                self._queues = busy
             queue = self._queues[peer, tag] = _Queue()
         return queue
 
@@ -208,7 +212,7 @@ class Inbox:
             if job._done:
                 return False
             job._given_up = True
-            queue = self._queues[job.peer, job.tag]
+            queue = self._queue(job.peer, job.tag)
             if job in queue.jobs:
                 queue.jobs.remove(job)
             return True

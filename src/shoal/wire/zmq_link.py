@@ -122,7 +122,13 @@ class ZmqLink(Link):
         host = f"[{address}]" if ":" in address else address
         self._router.ipv6 = ":" in address
         self._gate = Gate(self._context, self._router, rank, keys, any_address=insecure)
-        port = self._router.bind_to_random_port(f"tcp://{host}")
+        try:
+            port = self._router.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            self._gate.close()
+            self._router.close()
+            self._context.term()
+            raise WireError(f"rank {rank} cannot listen on {address}: {error}") from error
         self.card = Card(
             f"tcp://{host}:{port}",
             secrets.token_hex(16),
