@@ -21,7 +21,7 @@ from shoal.train.loader import Collate, Loader
 from shoal.train.task import Means, loss_of
 from shoal.version import VERSION
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
-from shoal.wire.link import HASTE_S, Link
+from shoal.wire.link import Link
 from shoal.wire.open_link import LinkSettings, open_link
 
 
@@ -147,7 +147,7 @@ class JoinedCrew(Crew):
         """Leave together; or, after an error, alone and at once, telling the others why."""
         if error is not None:
             for link in self._links:
-                link.close(farewell_s=HASTE_S)
+                link.close_after(error)
         super().close(error)
 
     def print(self, *values: object) -> None:

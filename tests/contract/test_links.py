@@ -187,7 +187,7 @@ def test_places_of_every_size_are_filled_without_allocating(
             patch.setattr("shoal.wire.inbox.allocate", forbidden)
             patch.setattr("shoal.wire.inbox.shaped", forbidden)
             links[0].send({"x": torch.full((size,), float(number)), "odd": room["odd"]}, to=1)
-            assert job.wait() is room
+            assert job.wait()["x"] is room["x"]
         assert room["x"].data_ptr() == where
         assert (room["x"] == number).all()
 
@@ -203,6 +203,39 @@ def test_buffers_that_do_not_fit_are_named_and_the_link_goes_on(links: list[Link
         job.wait()
     links[0].send("after", to=1)
     assert links[1].recv(0) == "after"
+
+
+@pytest.mark.parametrize("posted_first", [True, False])
+def test_places_are_found_by_their_names(links: list[Link], posted_first: bool) -> None:
+    room = {"b": torch.zeros(2), "a": torch.zeros(2), "step": None}
+    tree = {"a": torch.ones(2), "b": torch.full((2,), 2.0), "step": 3}
+    if posted_first:
+        job = links[1].irecv(0, into=room)
+        links[0].send(tree, to=1)
+    else:
+        links[0].send(tree, to=1)
+        job = links[1].irecv(0, into=room)
+    got = job.wait()
+    assert got["a"] is room["a"]
+    assert room["a"].tolist() == [1, 1]
+    assert room["b"].tolist() == [2, 2]
+    assert got["step"] == 3
+    assert list(got) == ["a", "b", "step"]
+
+
+def test_a_job_can_be_waited_for_again(links: list[Link]) -> None:
+    job = links[1].irecv(0)
+    with pytest.raises(WireError, match="none came"):
+        job.wait(timeout_s=0.05)
+    links[0].send("late", to=1)
+    assert job.wait() == "late"
+
+
+def test_a_rank_that_ends_with_an_error_says_so(links: list[Link]) -> None:
+    with pytest.raises(ZeroDivisionError), links[0]:
+        print(1 / 0)
+    with pytest.raises(PeerLost, match=r"rank 0 has left: it ended with ZeroDivisionError: div"):
+        links[1].recv(0)
 
 
 def test_a_wait_has_a_deadline_and_takes_nothing_with_it(links: list[Link]) -> None:

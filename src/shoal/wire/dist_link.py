@@ -23,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,7 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
-from shoal.wire.link import DONE, FAREWELL_S, Job, Link
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of, take_apart
 
 PIECE_BYTES = 4 * 2**20
@@ -46,7 +47,10 @@ TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
 
 _LENGTH = struct.Struct("<I")
-BEAT, GOODBYE = b"\0", b"\1"
+_SIGN = 1 << 31
+"""Set in the length of what is no message but a sign: one of these, and a reason."""
+BEAT, GOODBYE, DROPPED = b"b", b"g", b"d"
+MAX_REASON_LETTERS = 500
 _FOR_EVER = timedelta(days=365)
 MakeLane = Callable[[dist.Store, int], GpuLane]
 
@@ -68,6 +72,8 @@ class _Peer:
     num_received: int = 0
     heard_at: float = field(default_factory=time.monotonic)
     lost: PeerLost | None = None
+    is_paused: bool = False
+    """Nothing is received from it for the moment."""
     threads: list[threading.Thread] = field(default_factory=list)
     spare: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     """By length: a receive that waits for a piece, and where it will be."""
@@ -137,16 +143,15 @@ class DistLink(Link):
             if not self._is_open:
                 raise WireError("the link was closed")
             head, buffers = front.pack(parcel, tag, peer.num_sent, self._limit_bytes)
-            self._start(peer, head, buffers, outgoing := _Outgoing(self, peer))
+            outgoing = self._start(peer, _LENGTH.pack(len(head)) + head, buffers)
             peer.num_sent += 1
         return outgoing if buffers else DONE
 
-    def _start(
-        self, peer: _Peer, head: bytes, buffers: list[torch.Tensor], outgoing: _Outgoing
-    ) -> None:
+    def _start(self, peer: _Peer, head: bytes, buffers: list[torch.Tensor]) -> _Outgoing:
         if peer.lost:
             raise peer.lost
-        message = as_tensor(bytearray(_LENGTH.pack(len(head)) + head))
+        outgoing = _Outgoing(self, peer)
+        message = as_tensor(bytearray(head))
         pieces = [(FRONT, message[:BLOCK_BYTES])]
         if len(message) > BLOCK_BYTES:
             pieces.append((REST, message[BLOCK_BYTES:]))
@@ -164,6 +169,13 @@ class DistLink(Link):
         except RuntimeError as error:
             raise self._lose(peer, error) from error
         peer.outgoing.put(outgoing)
+        return outgoing
+
+    def _start_sign(self, peer: _Peer, sign: bytes, reason: str = "") -> None:
+        """With the peer's lock held. If it is lost already there is nobody to tell."""
+        text = sign + reason[:MAX_REASON_LETTERS].encode("utf-8", "replace")
+        with suppress(PeerLost):
+            self._start(peer, _LENGTH.pack(len(text) | _SIGN) + text, [])
 
     def _see_off(self, peer: _Peer) -> None:
         """In a thread: wait until what is sent has gone, and show a sign of life in between."""
@@ -172,8 +184,8 @@ class DistLink(Link):
                 outgoing = peer.outgoing.get(timeout=BEAT_S)
             except queue.Empty:
                 with peer.lock:
-                    if self._is_open and not peer.lost:
-                        self._start(peer, BEAT, [], _Outgoing(self, peer))
+                    if self._is_open:
+                        self._start_sign(peer, BEAT)
                 continue
             if outgoing is None:
                 return
@@ -194,29 +206,53 @@ class DistLink(Link):
         try:
             while True:
                 self._await(peer, waiting)
-                data = self._whole_front(peer, block)
+                is_sign, data = self._whole_front(peer, block)
                 waiting = self._expect(peer, block, FRONT)
-                if data == GOODBYE:
-                    self._answer_goodbye(peer)
-                    return
-                if data != BEAT:
+                if not is_sign:
                     self._receive(peer, data)
+                    self._pause(peer)
+                elif data[:1] != BEAT:
+                    self._heed(peer, data)
+                    return
         except WireError as error:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
-            self._part(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
+            with peer.lock:
+                self._start_sign(peer, DROPPED, str(error))
+                self._part(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
         except RuntimeError as error:
             self._lose(peer, error)
 
-    def _answer_goodbye(self, peer: _Peer) -> None:
+    def _pause(self, peer: _Peer) -> None:
+        """Until there is room: a receiver that is slow slows its senders, not fills its memory."""
+        if self._inbox.has_room(peer.rank):
+            return
+        peer.is_paused = True
+        while not self._inbox.wait_for_others(lambda: self._inbox.has_room(peer.rank), TURN_S):
+            if peer.lost:
+                break
+        peer.heard_at = time.monotonic()  # what it sent meanwhile has not been read
+        peer.is_paused = False
+
+    def _heed(self, peer: _Peer, sign: bytes) -> None:
+        """It says goodbye, or has dropped us."""
+        reason = sign[1:].decode("utf-8", "replace")
+        if sign[:1] == DROPPED:
+            lost = f"{peer.name} dropped rank {self.rank}: {reason}"
+        elif sign[:1] == GOODBYE:
+            lost = has_left(peer.name, reason)
+        else:
+            raise WireError("it sent a sign that means nothing")
         with peer.lock:
             if self._is_open:
-                self._start(peer, GOODBYE, [], _Outgoing(self, peer))
-            self._part(peer, PeerLost(f"{peer.name} has left"))
+                self._start_sign(peer, GOODBYE)
+            self._part(peer, PeerLost(lost))
             peer.outgoing.put(None)
 
-    def _whole_front(self, peer: _Peer, block: torch.Tensor) -> bytes:
+    def _whole_front(self, peer: _Peer, block: torch.Tensor) -> tuple[bool, bytes]:
+        """Whether it is a sign, and all of it."""
         array: Any = block.numpy()
         (length,) = _LENGTH.unpack_from(array)
+        is_sign, length = bool(length & _SIGN), length & ~_SIGN
         if not 0 < length <= front.MAX_FRONT_BYTES:
             raise WireError(f"a front of {length} bytes; {front.MAX_FRONT_BYTES} is the most")
         head: bytes = array[_LENGTH.size : _LENGTH.size + length].tobytes()
@@ -224,7 +260,7 @@ class DistLink(Link):
             rest = torch.empty(length - len(head), dtype=torch.uint8)
             self._await(peer, self._expect(peer, rest, REST))
             head += rest.numpy().tobytes()
-        return head
+        return is_sign, head
 
     def _receive(self, peer: _Peer, data: bytes) -> None:
         count, read = peer.reader.read(memoryview(data))
@@ -268,7 +304,9 @@ class DistLink(Link):
         while not self._inbox.wait_for_others(condition, min(limit_s, TURN_S)):
             now = time.monotonic()
             for peer in self._peers.values():
-                if not peer.lost and now > peer.heard_at + self._hung_s:
+                if peer.lost or peer.is_paused:
+                    continue
+                if now > peer.heard_at + self._hung_s:
                     silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
                     self._part(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {silent}"))
             limit_s = deadline - now
@@ -287,17 +325,16 @@ class DistLink(Link):
         peer.lost = peer.lost or lost
         self._inbox.lose(peer.rank, peer.lost)
 
-    def close(self, farewell_s: float = FAREWELL_S) -> None:
+    def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Say goodbye, behind all that was sent before, and give it time to get there."""
         if not self._is_open:
             return
         self._is_open = False
-        super().close(farewell_s)
+        super().close(farewell_s, reason)
         deadline = time.monotonic() + farewell_s
         for peer in self._peers.values():
             with peer.lock:
-                if not peer.lost:
-                    self._start(peer, GOODBYE, [], _Outgoing(self, peer))
+                self._start_sign(peer, GOODBYE, reason)
                 peer.outgoing.put(None)
         for peer in self._peers.values():
             for thread in peer.threads:

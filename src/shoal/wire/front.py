@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import WireError
 from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, decode, decode_plan, encode
-from shoal.wire.tree import Build, Parcel, Slot, memory_of, read_plan
+from shoal.wire.tree import Parcel, Recipe, Slot, memory_of, read_plan
 
 SMALL_BYTES = 64 * 1024
 """A buffer below this is small, as long as all small ones together stay below the next."""
@@ -31,7 +31,7 @@ class Front(NamedTuple):
 
     tag: str
     slots: list[Slot]
-    build: Build
+    recipe: Recipe
     small: list[tuple[int, int, int]]
     """Slots whose bytes came along: number, and where in the front they begin and end."""
     behind: list[int]
@@ -103,8 +103,8 @@ class FrontReader:
         for each in numbers:
             small.append((each, at, at + sizes[each]))
             at += sizes[each]
-        build = read_plan(header.plan, header.slots)
-        front = Front(header.tag, header.slots, build, small, behind, at)
+        recipe = read_plan(header.plan, header.slots)
+        front = Front(header.tag, header.slots, recipe, small, behind, at)
         if remember:
             if len(self._seen) >= MAX_REMEMBERED:
                 self._seen.clear()

@@ -16,7 +16,17 @@ import torch
 
 from shoal.errors import ShoalError, WireError
 from shoal.wire.front import Front
-from shoal.wire.tree import DTYPE_NAMES, Slot, Tree, allocate, memory_of, shaped, view_of
+from shoal.wire.tree import (
+    DTYPE_NAMES,
+    Path,
+    Tree,
+    allocate,
+    memory_of,
+    shaped,
+    tensors_of,
+    view_of,
+    with_tensors,
+)
 
 Key = tuple[int, str]
 WaitUntil = Callable[[Callable[[], bool], float], bool]
@@ -24,36 +34,47 @@ WaitUntil = Callable[[Callable[[], bool], float], bool]
 
 
 MAX_IDLE_QUEUES = 1000
+MAX_BACKLOG_BYTES = 64 * 2**20
 _NOTHING = torch.empty(0)
 
 
 class Arrival:
     """A message on its way in: its transport fills the slots, one by one."""
 
-    __slots__ = ("_front", "_offered", "_tensors", "job", "peer")
+    __slots__ = ("_front", "_places", "_tensors", "job", "peer")
 
     def __init__(self, peer: int, front: Front) -> None:
         self.peer = peer
         self.job: ReceiveJob | None = None
         self._front = front
-        self._offered: list[torch.Tensor] | None = None
+        self._places: dict[int, torch.Tensor] = {}
+        """By slot: tensors that the asker brought, to be filled."""
         self._tensors = [_NOTHING] * len(front.slots)
 
     @property
     def tag(self) -> str:
         return self._front.tag
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(slot.size_bytes for slot in self._front.slots)
+
+    @property
+    def is_in_place(self) -> bool:
+        return bool(self._places)
+
     def assign(self, job: ReceiveJob) -> None:
-        """Whoever asked first gets it, in the place that it brought, if that fits."""
+        """Whoever asked first gets it, in the places that it brought, if they fit."""
         self.job = job
-        self._offered = job._offer(self._front.slots)
+        if job._into is not None:
+            self._places = _fitting(job._into, self._front)
 
     def room(self, number: int) -> memoryview:
         """Where the bytes of a slot go: in place, where the asker brought a place."""
-        if self._offered is not None:
-            self._tensors[number] = self._offered[number]
-        else:
-            self._tensors[number] = allocate(self._front.slots[number])
+        if number in self._places:
+            self._tensors[number] = self._places[number]
+            return view_of(memory_of(self._places[number].detach()))
+        self._tensors[number] = allocate(self._front.slots[number])
         return view_of(memory_of(self._tensors[number]))
 
     def take(self, number: int, content: Any) -> bool:
@@ -61,36 +82,50 @@ class Arrival:
 
         Unless they were copied, because the asker brought a place: then this returns True.
         """
-        if self._offered is None:
-            self._tensors[number] = shaped(self._front.slots[number], content)
-            return False
-        self.room(number)[:] = content
-        return True
+        if number in self._places:
+            self.room(number)[:] = content
+            return True
+        self._tensors[number] = shaped(self._front.slots[number], content)
+        return False
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
         """A slot that needs no more work: from GPU to GPU."""
         self._tensors[number] = tensor
 
-    @property
-    def is_in_place(self) -> bool:
-        return self._offered is not None
-
     def message(self) -> Tree:
         """All slots are full: what came."""
-        if self.job is not None and self._offered is not None:
-            if not self.job._given_up:
-                return self.job._into
-            # Whoever brought these places is not waiting any more, and may use them otherwise.
-            self._tensors = [tensor.clone() for tensor in self._tensors]
+        if self._places and self.job is not None and self.job._given_up:
+            # Whoever brought the places is not waiting any more, and may use them otherwise.
+            self._tensors = [tensor.detach().clone() for tensor in self._tensors]
         try:
-            return self._front.build(self._tensors)
+            return self._front.recipe.build(self._tensors)
         except ValueError as error:
             raise WireError(f"text that is none: {error}") from error
 
 
+def _fitting(into: Tree, front: Front) -> dict[int, torch.Tensor]:
+    """By slot: the tensors of `into`, if what comes can be received right into them."""
+    tensors = tensors_of(into)
+    places = {}
+    for number, path in front.recipe.paths.items():
+        tensor, slot = tensors.get(path), front.slots[number]
+        if (
+            tensor is None
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or slot.is_on_gpu
+            or slot.kind != DTYPE_NAMES.get(tensor.dtype)
+            or slot.shape != list(tensor.shape)
+        ):
+            return {}
+        places[number] = tensor
+    return places if len(places) == len(tensors) else {}
+
+
 @dataclass
 class _Queue:
-    messages: deque[Tree] = field(default_factory=deque)
+    messages: deque[tuple[Tree, int]] = field(default_factory=deque)
+    """With the bytes that each holds."""
     jobs: deque[ReceiveJob] = field(default_factory=deque)
 
 
@@ -108,6 +143,8 @@ class Inbox:
         self._queues: dict[Key, _Queue] = {}
         self._arriving: set[Arrival] = set()
         self._lost: dict[int, ShoalError] = {}
+        self._backlog: dict[int, int] = {}
+        """Bytes that have come from each peer and that nobody has asked for."""
         self._closed = False
 
     # -- those who ask -----------------------------------------------------------------------------
@@ -117,11 +154,14 @@ class Inbox:
         with self._lock:
             queue = self._queue(peer, tag)
             if queue.messages:
-                job._finish(queue.messages.popleft())
+                tree, size = queue.messages.popleft()
+                self._backlog[peer] -= size
+                job._finish(tree)
             elif error := self._trouble(peer):
                 job._fail(error)
             else:
                 queue.jobs.append(job)
+            self._wake()
         return job
 
     # -- the transport -----------------------------------------------------------------------------
@@ -150,8 +190,16 @@ class Inbox:
                 if queue.jobs:  # someone asked while it came
                     queue.jobs.popleft()._finish(tree)
                 else:
-                    queue.messages.append(tree)
+                    size = arrival.size_bytes
+                    queue.messages.append((tree, size))
+                    self._backlog[arrival.peer] = self._backlog.get(arrival.peer, 0) + size
             self._wake()
+
+    def has_room(self, peer: int) -> bool:
+        """Whether it is time to receive more from `peer`: little is waiting, or someone is."""
+        if self._closed or self._backlog.get(peer, 0) < MAX_BACKLOG_BYTES:
+            return True
+        return any(queue.jobs for (p, _), queue in self._queues.items() if p == peer)
 
     def stir(self) -> None:
         """Wake those who wait for someone else to receive: it is their turn."""
@@ -203,19 +251,15 @@ class Inbox:
     def _trouble(self, peer: int) -> ShoalError | None:
         return WireError("the link was closed") if self._closed else self._lost.get(peer)
 
-    def withdraw(self, job: ReceiveJob) -> bool:
-        """A wait that is over its deadline does not take a later message away.
-
-        False if the message came in the last moment.
-        """
+    def withdraw(self, job: ReceiveJob) -> None:
+        """Nobody will wait for this job any more: it must not take a message away."""
         with self._lock:
-            if job._done:
-                return False
+            if job._done and job._error is None:  # it came in the last moment, first in its queue
+                self._queue(job.peer, job.tag).messages.appendleft((job._tree, 0))
             job._given_up = True
             queue = self._queue(job.peer, job.tag)
             if job in queue.jobs:
                 queue.jobs.remove(job)
-            return True
 
     def wait_for_others(self, condition: Callable[[], bool], limit_s: float) -> bool:
         """Wait for what another thread delivers."""
@@ -251,8 +295,9 @@ class ReceiveJob:
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> Tree:
+        """What came. Over its deadline it raises, and can be waited for again."""
         limit_s = self._inbox.timeout_s if timeout_s is None else timeout_s
-        if not self._inbox.wait_until(self._is_done, limit_s) and self._inbox.withdraw(self):
+        if not self._inbox.wait_until(self._is_done, limit_s):
             tag = f" with tag {self.tag!r}" if self.tag else ""
             raise WireError(
                 f"waited {limit_s:g} s for a message{tag} from rank {self.peer}; none came"
@@ -273,39 +318,24 @@ class ReceiveJob:
     def _fail(self, error: ShoalError) -> None:
         self._error, self._done = error, True
 
-    def _offer(self, slots: list[Slot]) -> list[torch.Tensor] | None:
-        """The tensors of `into`, if what comes can be received right into them."""
-        if self._into is None:
-            return None
-        tensors = _tensors_of(self._into)
-        fits = len(tensors) == len(slots) and all(
-            t.is_cpu
-            and t.is_contiguous()
-            and not slot.is_on_gpu
-            and slot.kind == DTYPE_NAMES.get(t.dtype)
-            and slot.shape == list(t.shape)
-            for t, slot in zip(tensors, slots, strict=True)
-        )
-        return [t.detach() for t in tensors] if fits else None
-
-
-def _tensors_of(tree: Tree) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    inner = tree.values() if isinstance(tree, dict) else tree
-    return (
-        [t for v in inner for t in _tensors_of(v)] if isinstance(tree, dict | list | tuple) else []
-    )
-
 
 def _fill(into: Tree, tree: Tree) -> Tree:
-    """`into`, holding what came."""
-    targets, sources = _tensors_of(into), _tensors_of(tree)
-    expected = [(t.dtype, tuple(t.shape)) for t in targets]
-    actual = [(t.dtype, tuple(t.shape)) for t in sources]
+    """What came, with its tensors in the places of `into`."""
+    places, tensors = tensors_of(into), tensors_of(tree)
+    expected = {path: (t.dtype, tuple(t.shape)) for path, t in places.items()}
+    actual = {path: (t.dtype, tuple(t.shape)) for path, t in tensors.items()}
     if expected != actual:
-        raise WireError(f"into= has tensors {expected}, what came has {actual}")
+        raise WireError(f"into= has {_described(expected)}; what came has {_described(actual)}")
     with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    return into
+        for path, place in places.items():
+            place.copy_(tensors[path])
+    return with_tensors(tree, places)
+
+
+def _described(tensors: dict[Path, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    shown = [
+        f"{''.join(f'[{step!r}]' for step in path)} {str(dtype)[6:]} {shape}".strip()
+        for path, (dtype, shape) in list(tensors.items())[:5]
+    ]
+    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+    return "tensors " + ", ".join(shown) + more if shown else "no tensors"

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 
 from shoal.closing import Closing
-from shoal.errors import WireError
+from shoal.errors import PeerLost, WireError
 from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.tree import Tree
 
@@ -62,10 +62,15 @@ class Link(Closing):
     ) -> Tree:
         """The next message from `source` with this tag.
 
-        into: a tree of tensors to be filled, instead of new ones. It must be of the shape that
-        comes.
+        into: a tree with tensors to be filled, instead of new ones: as many as come, in the same
+            places, of the same dtypes and shapes. They are in what is returned.
         """
-        return self.irecv(source, tag, into).wait(timeout_s)
+        job = self.irecv(source, tag, into)
+        try:
+            return job.wait(timeout_s)
+        except BaseException:
+            self._inbox.withdraw(job)
+            raise
 
     def irecv(self, source: int, tag: str = "", into: Tree = None) -> ReceiveJob:
         """Like recv, but at once: `job.done()`, `job.wait()`."""
@@ -76,10 +81,11 @@ class Link(Closing):
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
         """Like send, but at once. The tensors must not be changed until the job is done."""
 
-    def close(self, farewell_s: float = FAREWELL_S) -> None:
+    def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Waits that are under way end with an error.
 
         farewell_s: how long, at most, what was sent may still take to get away.
+        reason: the error that this rank ends with, for the others to read.
         """
         self._inbox.close()
 
@@ -89,7 +95,15 @@ class Link(Closing):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(FAREWELL_S if error is None else HASTE_S)
+        if error is None:
+            self.close()
+        else:
+            self.close_after(error)
+
+    def close_after(self, error: BaseException) -> None:
+        """Leave at once, telling the others why."""
+        lost = isinstance(error, PeerLost)
+        self.close(HASTE_S, "" if lost else f"{type(error).__name__}: {error}")
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
@@ -97,3 +111,7 @@ class Link(Closing):
             raise WireError(
                 f"rank {self.rank} has no link to rank {peer}; it has links to: {others or 'none'}"
             )
+
+
+def has_left(name: str, reason: str) -> str:
+    return f"{name} has left" + (f": it ended with {reason}" if reason else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
-from shoal.wire.link import DONE, FAREWELL_S, Job, Link
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree, memory_of, take_apart, view_of
 
 
@@ -45,9 +45,9 @@ class MemoryLink(Link):
         peer._inbox.deliver(arrival)
         return DONE
 
-    def close(self, farewell_s: float = FAREWELL_S) -> None:
+    def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         if self._open:
             self._open = False
-            super().close(farewell_s)
+            super().close(farewell_s, reason)
             for peer in self._links:
-                peer._inbox.lose(self.rank, PeerLost(f"rank {self.rank} has left"))
+                peer._inbox.lose(self.rank, PeerLost(has_left(f"rank {self.rank}", reason)))

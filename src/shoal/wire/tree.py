@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy
@@ -27,6 +27,7 @@ Tree: TypeAlias = Any
 
 MAX_DEPTH = 64
 MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 2**48
 INLINE_BYTES = 1024
 """Text and bytes up to this long stay in the plan."""
 HUGE_BYTES = 4 * 2**20
@@ -67,6 +68,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return item * math.prod(self.shape)
 
 
+Path = tuple[Any, ...]
+"""The way to a place in a tree: keys and indices."""
 Stays = Callable[[torch.Tensor], bool]
 """Which tensors are sent from where they are, instead of through host memory."""
 
@@ -94,11 +97,7 @@ def take_apart(tree: Tree, stays: Stays | None = None) -> Parcel:
     return parcel
 
 
-_Path = tuple[Any, ...]
-"""The way to a place in the tree: keys and indices."""
-
-
-def _plan(value: Any, parcel: Parcel, path: _Path) -> Any:
+def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
     if isinstance(value, torch.Tensor):
         kind = DTYPE_NAMES.get(value.dtype, "")
         stays = parcel.stays is not None and parcel.stays(value)
@@ -117,14 +116,16 @@ def _plan(value: Any, parcel: Parcel, path: _Path) -> Any:
             letter = "l" if isinstance(value, list) else "t"
             inner = [_plan(v, parcel, (*path, i)) for i, v in enumerate(value)]
             return [letter, inner]
-        case None | bool() | float():
+        case None | bool():
             return value
+        case float():
+            return float(value)  # numpy.float64 is one, but not to the encoder
         case int():
-            return value if _SMALLEST_INT <= value <= _LARGEST_INT else ["i", hex(value)]
+            return int(value) if _SMALLEST_INT <= value <= _LARGEST_INT else ["i", hex(value)]
         case str():
             encoded = value.encode("utf-8", "surrogatepass")
             if len(encoded) <= INLINE_BYTES and encoded.isascii():
-                return value
+                return encoded.decode()
             return _buffer(TEXT, [len(encoded)], as_tensor(bytearray(encoded)), parcel)
         case bytes() | bytearray() | memoryview():
             content = bytes(value)
@@ -137,21 +138,23 @@ def _plan(value: Any, parcel: Parcel, path: _Path) -> Any:
     )
 
 
-def _place(path: _Path) -> str:
+def _place(path: Path) -> str:
     return "message" + "".join(f"[{step!r}]" for step in path)
 
 
-def _key(key: Any, path: _Path) -> Any:
+def _key(key: Any, path: Path) -> Any:
     if type(key) is str and key.isascii() and len(key) <= INLINE_BYTES:
         return key
     if isinstance(key, bytes) and len(key) <= INLINE_BYTES:
         return ["y", key]
     if isinstance(key, str) and len(key.encode("utf-8", "surrogatepass")) <= INLINE_BYTES:
         return ["s", key.encode("utf-8", "surrogatepass")]
-    if key is None or isinstance(key, bool | float):
+    if key is None or isinstance(key, bool):
         return key
+    if isinstance(key, float):
+        return float(key)
     if isinstance(key, int):
-        return key if _SMALLEST_INT <= key <= _LARGEST_INT else ["i", hex(key)]
+        return int(key) if _SMALLEST_INT <= key <= _LARGEST_INT else ["i", hex(key)]
     raise WireError(
         f"{_place(path)}: a dict key must be None, bool, int, float, or str or bytes of at most "
         f"{INLINE_BYTES} bytes; got {type(key).__name__}."
@@ -170,7 +173,7 @@ def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
     )
 
 
-def _plain(tensor: torch.Tensor, stays: bool, path: _Path) -> torch.Tensor:
+def _plain(tensor: torch.Tensor, stays: bool, path: Path) -> torch.Tensor:
     """A tensor of the same values that lies well."""
     if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
         raise WireError(
@@ -237,7 +240,8 @@ def check_slots(slots: list[Slot], limit_bytes: int) -> int:
         plain = slot.kind in (TEXT, BYTES)
         if len(slot.shape) > MAX_DIMENSIONS or (plain and len(slot.shape) != 1):
             raise WireError(f"buffer {number}: {len(slot.shape)} dimensions")
-        if any(extent < 0 or extent > 2**62 for extent in slot.shape):
+        # Also where one extent is 0: torch multiplies the others all the same.
+        if min(slot.shape, default=0) < 0 or math.prod(e or 1 for e in slot.shape) > MAX_ELEMENTS:
             raise WireError(f"buffer {number}: impossible shape")
         total += slot.size_bytes
         if total > limit_bytes:
@@ -258,47 +262,57 @@ def allocate(slot: Slot) -> torch.Tensor:
 def shaped(slot: Slot, content: Any) -> torch.Tensor:
     """Memory that is ours alone, as the tensor that a slot says it is. Not copied."""
     if not len(content):
-        return torch.empty(slot.shape, dtype=DTYPES.get(slot.kind, torch.uint8))
+        return allocate(slot)
     tensor = torch.frombuffer(content, dtype=DTYPES.get(slot.kind, torch.uint8))
     return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
 
 
 Build = Callable[[list[torch.Tensor]], Tree]
-"""Makes a message of its tensors, as often as one likes."""
 
 
-def read_plan(plan: Any, slots: list[Slot]) -> Build:
-    """How to put a message together. WireError if the plan is none that `take_apart` makes."""
+class Recipe(NamedTuple):
+    """A plan that has been read: how to put a message together, as often as one likes."""
+
+    build: Build
+    """The message, of the tensors of its slots."""
+    paths: dict[int, Path]
+    """Where in the message each slot is that holds a tensor."""
+
+
+def read_plan(plan: Any, slots: list[Slot]) -> Recipe:
+    """WireError if the plan is none that `take_apart` makes."""
     left = {number: slot.kind for number, slot in enumerate(slots)}
+    paths: dict[int, Path] = {}
     try:
-        build = _read(plan, left, 0)
+        build = _read(plan, left, paths, ())
     except (RecursionError, ValueError, TypeError) as error:
         raise WireError(f"the plan makes no sense: {error}") from error
     if left:
         raise WireError("a buffer came that the plan does not use")
-    return build
+    return Recipe(build, paths)
 
 
-def _read(plan: Any, left: dict[int, str], depth: int) -> Build:
+def _read(plan: Any, left: dict[int, str], paths: dict[int, Path], path: Path) -> Build:
     if not isinstance(plan, list):
         if plan is None or isinstance(plan, _SCALARS):
             return lambda tensors: plan
         raise WireError("the plan has something that no message has")
-    if depth > MAX_DEPTH:
+    if len(path) > MAX_DEPTH:
         raise WireError(f"the plan is nested more than {MAX_DEPTH} deep")
     match plan:
         case ["b", int(number)] if type(number) is int:
-            return _read_buffer(number, left)
+            return _read_buffer(number, left, paths, path)
         case ["d", list(keys), list(values)]:
+            names = [_read_key(key) for key in keys]
             items = [
-                (_read_key(key), _read(value, left, depth + 1))
-                for key, value in zip(keys, values, strict=True)
+                (name, _read(value, left, paths, (*path, name)))
+                for name, value in zip(names, values, strict=True)
             ]
-            if len(dict(items)) != len(items):
+            if len(set(names)) != len(names):
                 raise WireError("the plan has a dict with the same key twice")
             return lambda tensors: {key: build(tensors) for key, build in items}
         case [("l" | "t") as letter, list(inner)]:
-            builds = [_read(each, left, depth + 1) for each in inner]
+            builds = [_read(each, left, paths, (*path, i)) for i, each in enumerate(inner)]
             if letter == "l":
                 return lambda tensors: [build(tensors) for build in builds]
             return lambda tensors: tuple([build(tensors) for build in builds])
@@ -308,7 +322,7 @@ def _read(plan: Any, left: dict[int, str], depth: int) -> Build:
     raise WireError("the plan has something that no message has")
 
 
-def _read_buffer(number: int, left: dict[int, str]) -> Build:
+def _read_buffer(number: int, left: dict[int, str], paths: dict[int, Path], path: Path) -> Build:
     kind = left.pop(number, None)
     if kind is None:
         raise WireError("the plan points to a buffer that is not there, or has been used")
@@ -316,6 +330,7 @@ def _read_buffer(number: int, left: dict[int, str]) -> Build:
         return lambda tensors: _content(tensors[number]).decode("utf-8", "surrogatepass")
     if kind == BYTES:
         return lambda tensors: _content(tensors[number])
+    paths[number] = path
     return operator.itemgetter(number)
 
 
@@ -334,3 +349,32 @@ def _read_key(key: Any) -> Any:
 
 def _content(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
+
+
+# -- places to be filled ---------------------------------------------------------------------------
+
+
+def tensors_of(tree: Tree, path: Path = ()) -> dict[Path, torch.Tensor]:
+    """Every tensor in a tree, by the way to it."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    found: dict[Path, torch.Tensor] = {}
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            found |= tensors_of(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            found |= tensors_of(value, (*path, number))
+    return found
+
+
+def with_tensors(tree: Tree, tensors: dict[Path, torch.Tensor], path: Path = ()) -> Tree:
+    """The same tree, with other tensors in it."""
+    if isinstance(tree, torch.Tensor):
+        return tensors[path]
+    if isinstance(tree, dict):
+        return {k: with_tensors(value, tensors, (*path, k)) for k, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        inner = [with_tensors(value, tensors, (*path, n)) for n, value in enumerate(tree)]
+        return inner if isinstance(tree, list) else tuple(inner)
+    return tree

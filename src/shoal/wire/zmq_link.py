@@ -36,7 +36,7 @@ from shoal.network import is_loopback
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import Arrival
-from shoal.wire.link import DONE, FAREWELL_S, Job, Link
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree, memory_of, take_apart, view_of
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 
@@ -49,7 +49,11 @@ SEND_TURN_S = 0.005
 LAST_WORDS_S = 0.3
 """After a connection broke: how long what is still underway may take to arrive."""
 
-HELLO, GOODBYE = b"h", b"g"
+HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
+"""Signs: messages of one byte, the last two with a reason behind."""
+MAX_REASON_LETTERS = 500
+BEAT_S = 1.0
+"""Between two signs of life, at most."""
 _STAMP = struct.Struct("<QI")
 
 log = logging.getLogger("shoal.wire")
@@ -117,7 +121,8 @@ class ZmqLink(Link):
         self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, PIECE_BYTES)
         # The listening side shows that it lives and leaves it to the other to judge: with full
         # queues it reads nothing, and would take the other for dead.
-        self._router.heartbeat_ivl = 1000
+        self._beat_s = min(BEAT_S, hung_s / 4)
+        self._router.heartbeat_ivl = int(1000 * self._beat_s)
         self._router.heartbeat_timeout = 0
         host = f"[{address}]" if ":" in address else address
         self._router.ipv6 = ":" in address
@@ -163,8 +168,9 @@ class ZmqLink(Link):
             dealer = self._context.socket(zmq.DEALER)
             dealer.sndhwm = 0
             dealer.reconnect_ivl = -1  # what a broken connection swallowed cannot be made good
-            dealer.heartbeat_ivl = 1000
-            dealer.heartbeat_timeout = int(1000 * self._hung_s)
+            dealer.heartbeat_ivl = int(1000 * self._beat_s)
+            silence_s = max(self._hung_s - self._beat_s - LAST_WORDS_S, self._hung_s / 2)
+            dealer.heartbeat_timeout = int(1000 * silence_s)
             dealer.ipv6 = "[" in card.endpoint
             dealer.identity = _identity(self.rank, card.token)
             if self._keys:
@@ -288,8 +294,7 @@ class ZmqLink(Link):
                 self._inbox.deliver(arrival)
             return frame
         if len(data) == 1:
-            self._receive_control(peer, frame)
-            return frame
+            return self._receive_sign(peer, frame)
         count, read = peer.reader.read(data)
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
@@ -311,15 +316,22 @@ class ZmqLink(Link):
         self._inbox.deliver(arrival)
         return frame
 
-    def _receive_control(self, peer: _Peer, frame: zmq.Frame) -> None:
-        match frame.bytes:
-            case b"h" if not peer.has_come:
-                peer.has_come = True
-                self._gate.greet(frame)
-            case b"g":
-                self._drop(peer, PeerLost(f"{peer.name} has left"))
-            case _:
-                raise WireError("it sent a sign that means nothing")
+    def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> zmq.Frame:
+        sign, reason = frame.bytes, ""
+        if sign == HELLO and not peer.has_come:
+            peer.has_come = True
+            self._gate.greet(frame)
+            return frame
+        if sign not in (GOODBYE, DROPPED):
+            raise WireError("it sent a sign that means nothing")
+        if frame.more:
+            frame = self._next(frame)
+            reason = frame.bytes[:MAX_REASON_LETTERS].decode("utf-8", "replace").strip()
+        if sign == GOODBYE:
+            self._drop(peer, PeerLost(has_left(peer.name, reason)))
+        else:
+            self._drop(peer, PeerLost(f"{peer.name} dropped rank {self.rank}: {reason}"))
+        return frame
 
     def _next(self, frame: zmq.Frame) -> zmq.Frame:
         if not frame.more:
@@ -339,6 +351,7 @@ class ZmqLink(Link):
         if peer is not None:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             self._drop(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
+            self._send_sign(peer, DROPPED, str(error))
         elif sender not in self._strangers and len(self._strangers) < 1000:
             self._strangers.add(sender)  # one line each, not one for each message
             log.warning("rank %d ignores a stranger (%s): %s", self.rank, sender.hex()[:32], error)
@@ -348,14 +361,14 @@ class ZmqLink(Link):
         peer.arrival, peer.pieces = None, []
         self._inbox.lose(peer.rank, error)
 
-    def close(self, farewell_s: float = FAREWELL_S) -> None:
+    def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Say goodbye, behind all that was sent before, and give it time to get there."""
         self._is_open = False
         with self._pumping:
             if self._is_closed:
                 return
-            self._say_goodbye(farewell_s)
-            super().close(farewell_s)
+            self._say_goodbye(farewell_s, reason)
+            super().close(farewell_s, reason)
             self._is_closed = True
             self._gate.close()
             for peer in self._peers.values():
@@ -363,19 +376,12 @@ class ZmqLink(Link):
             self._router.close(linger=0)
             self._context.term()
 
-    def _say_goodbye(self, farewell_s: float) -> None:
+    def _say_goodbye(self, farewell_s: float, reason: str) -> None:
         deadline = time.monotonic() + farewell_s
         parting: list[tuple[_Peer, _Buffer]] = []
         for peer in self._peers.values():
-            with peer.lock:
-                peer.dealer.copy_threshold = 0  # so that this too is sent as it lies, and watched
-                goodbye: Any = numpy.frombuffer(GOODBYE, dtype=numpy.uint8).copy()
-                parting.append((peer, _Buffer(goodbye)))
-                try:
-                    peer.dealer.send(goodbye, zmq.DONTWAIT, copy=False)
-                except zmq.Again:
-                    parting.pop()  # it has gone itself
-                del goodbye
+            if not peer.is_gone and (sent := self._send_sign(peer, GOODBYE, reason)):
+                parting.append((peer, sent))
         while parting and time.monotonic() < deadline:
             while self._router.poll(0):
                 self._pump(0)  # others may have to get rid of something first
@@ -386,6 +392,20 @@ class ZmqLink(Link):
             ]
             if parting:
                 parting[0][1].is_free(SEND_TURN_S)
+
+    def _send_sign(self, peer: _Peer, sign: bytes, reason: str) -> _Buffer | None:
+        """What tells that it has gone; None if there is no connection any more."""
+        text = (reason or " ").encode("utf-8", "replace")[:MAX_REASON_LETTERS]
+        content: Any = numpy.frombuffer(text, dtype=numpy.uint8).copy()
+        buffer = _Buffer(content)
+        with peer.lock:
+            peer.dealer.copy_threshold = 0  # so that this too is sent as it lies, and watched
+            try:
+                peer.dealer.send(sign, zmq.DONTWAIT | zmq.SNDMORE)
+                peer.dealer.send(content, zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return None
+        return buffer
 
 
 _DEAD = "its connection broke or it gave no sign of life. It was killed, is frozen, or is cut off"
