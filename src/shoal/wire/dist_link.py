@@ -72,6 +72,7 @@ class _Peer:
     num_received: int = 0
     heard_at: float = field(default_factory=time.monotonic)
     lost: PeerLost | None = None
+    next_front: Any = None
     is_paused: bool = False
     """Nothing is received from it for the moment."""
     threads: list[threading.Thread] = field(default_factory=list)
@@ -202,18 +203,19 @@ class DistLink(Link):
     def _receive_for_ever(self, peer: _Peer) -> None:
         """In a thread."""
         block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        waiting = self._expect(peer, block, FRONT)
         try:
+            peer.next_front = self._expect(peer, block, FRONT)
             while True:
-                self._await(peer, waiting)
+                self._await(peer, peer.next_front)
                 is_sign, data = self._whole_front(peer, block)
-                waiting = self._expect(peer, block, FRONT)
                 if not is_sign:
-                    self._receive(peer, data)
+                    self._receive(peer, data, block)
                     self._pause(peer)
                 elif data[:1] != BEAT:
                     self._heed(peer, data)
                     return
+                else:
+                    peer.next_front = self._expect(peer, block, FRONT)
         except WireError as error:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             with peer.lock:
@@ -262,7 +264,7 @@ class DistLink(Link):
             head += rest.numpy().tobytes()
         return is_sign, head
 
-    def _receive(self, peer: _Peer, data: bytes) -> None:
+    def _receive(self, peer: _Peer, data: bytes, block: torch.Tensor) -> None:
         count, read = peer.reader.read(memoryview(data))
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
@@ -285,10 +287,12 @@ class DistLink(Link):
                 pieces = as_tensor(arrival.room(number)).split(PIECE_BYTES)
                 for work in [self._expect(peer, piece, PIECE + len(piece)) for piece in pieces]:
                     self._await(peer, work)
+        self._inbox.deliver(arrival)
+        # Not earlier: gloo would make us wait until it has read what is coming in.
+        peer.next_front = self._expect(peer, block, FRONT)
         if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu:
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
             peer.spare[size] = self._expect(peer, ready, PIECE + size), ready
-        self._inbox.deliver(arrival)
 
     def _expect(self, peer: _Peer, place: torch.Tensor, tag: int) -> Any:
         return peer.group.recv([place], peer.other, tag)

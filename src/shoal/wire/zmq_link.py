@@ -40,8 +40,8 @@ from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree, memory_of, take_apart, view_of
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 
-PIECE_BYTES = 2 * 2**20
-RECEIVE_QUEUE = 16
+PIECE_BYTES = 4 * 2**20
+RECEIVE_QUEUE = 8
 """Zmq messages of each peer that wait in this process for someone to receive them."""
 TURN_S = 0.1
 """How long to wait for a message before looking after other things."""
