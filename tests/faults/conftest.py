@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from waiting import within
 from wire_log import Log
+
+CLOSING_S = 60.0
 
 
 @pytest.fixture
@@ -20,5 +23,6 @@ def log(caplog: pytest.LogCaptureFixture) -> Log:
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """Closed after the test: what was opened last goes first."""
-    with ExitStack() as made:
-        yield made
+    made = ExitStack()
+    yield made
+    within(CLOSING_S, made.close)

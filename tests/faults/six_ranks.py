@@ -1,7 +1,7 @@
 """A script of six ranks, for test_wire_peers.py: two witnesses, and four that meet a fate.
 
-    ranks 0, 1       say what became of the others, as seen over a link, and go on talking
-    ranks 2 to 5     leave, raise, are killed, freeze
+ranks 0, 1       say what became of the others, as seen over a link, and go on talking
+ranks 2 to 5     leave, raise, are killed, freeze
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -22,6 +23,7 @@ FATES = {2: "leaves", 3: "raises", 4: "is killed", 5: "freezes"}
 HUNG_S = 2.0
 LARGE = torch.arange(16 * 2**20, dtype=torch.float32)  # 64 MiB
 LIMIT_S = 60.0
+NOTE = Path(sys.argv[-1])
 
 
 def meet_fate(crew: shoal.JoinedCrew, links: list[Link]) -> None:
@@ -32,6 +34,7 @@ def meet_fate(crew: shoal.JoinedCrew, links: list[Link]) -> None:
         case "leaves":
             for link in links:
                 link.close()
+            NOTE.touch()
         case "raises":
             raise ValueError("a fate")
         case "is killed":
@@ -76,10 +79,10 @@ def bear_witness(crew: shoal.JoinedCrew, links: list[Link]) -> None:
 
 
 def wait_for_fate(pid: int, fate: str) -> None:
-    """As seen by the system. Who leaves stays as a process."""
-    wanted = {"freezes": psutil.STATUS_STOPPED, "leaves": psutil.STATUS_SLEEPING}
+    """As seen by the system. Who only leaves stays as a process, and leaves a note."""
+    wanted = psutil.STATUS_STOPPED if fate == "freezes" else psutil.STATUS_ZOMBIE
     deadline = time.monotonic() + LIMIT_S
-    while status(pid) != wanted.get(fate, psutil.STATUS_ZOMBIE):
+    while not (NOTE.exists() if fate == "leaves" else status(pid) == wanted):
         assert time.monotonic() < deadline, f"{fate}: it is still {status(pid)}"
         time.sleep(0.01)
 

@@ -18,6 +18,7 @@ from chat import Chat
 from mutations import mutate
 from processes import until
 from raw_rank import Frames, RawCall, RawRank, frames_of
+from waiting import within
 from wire_log import Log
 
 from shoal.errors import PeerLost, WireError
@@ -312,7 +313,7 @@ def test_whoever_waits_for_the_rest_of_a_message_is_told(party: Party) -> None:
 def test_a_message_that_no_memory_holds_is_refused(stack: ExitStack, log: Log) -> None:
     """It is within the limit, which is generous here; but there is not so much on any machine."""
     party = Party(stack, limit_bytes=2**60)
-    size = 2**50
+    size = 2**47
     party.call.say([by_hand(["b", 0], [["uint8", [size]]], size), bytes(PIECE_BYTES)])
     with pytest.raises(PeerLost, match="rank 0 dropped rank 2: "):
         party.links[0].recv(2, timeout_s=AT_ONCE_S)
@@ -348,22 +349,42 @@ def test_a_rank_whose_connections_break_is_lost(party: Party, log: Log, way: str
     assert log.lines == []
 
 
+# -- ranks that are not there ----------------------------------------------------------------------
+
+
+def test_ranks_at_whose_address_nobody_listens(stack: ExitStack) -> None:
+    """A connection may fail while it is being made, or a moment later: both happen here.
+
+    A hello to whom the connection had failed already was waited for, without a deadline.
+    """
+    link = stack.enter_context(ZmqLink(0, 100, timeout_s=SOON_S))
+    with RawRank(1) as raw:
+        card = raw.card
+    within(SOON_S, lambda: link.connect([link.card, *[card] * 99]))
+    begun = time.monotonic()
+    with pytest.raises(WireError, match="rank 1: nothing listens there"):
+        link.settle()
+    within(SOON_S, link.close)
+    assert time.monotonic() < begun + AT_ONCE_S
+
+
 # -- a rank that talks nonsense, thousands of times ------------------------------------------------
 
-FUZZ_RANKS = 150
-FUZZ_ROUNDS = 20
+FUZZ_RANKS = 80
+FUZZ_ROUNDS = 40
 FUZZ_LIMIT_S = 60.0
+
+SENSE = [
+    frames_of({"x": torch.arange(9.0), "s": "text"}),
+    frames_of([torch.zeros(20_000), 3]),
+    frames_of([torch.zeros(40, 1000), torch.ones(50, 1000), "n"]),
+    [*frames_of("x"), *frames_of(torch.zeros(30_000), 1)],
+]
 
 
 def nonsense(chance: random.Random) -> list[Frames]:
     """The messages of a good rank, with frames changed, lost, repeated or swapped."""
-    originals = [
-        frames_of({"x": torch.arange(9.0), "s": "text"}),
-        frames_of([torch.zeros(20_000), 3]),
-        frames_of([torch.zeros(40, 1000), torch.ones(50, 1000), "n"]),
-        [*frames_of("x"), *frames_of(torch.zeros(30_000), 1)],
-    ]
-    messages = [list(frames) for frames in chance.choice(originals)]
+    messages = [list(frames) for frames in chance.choice(SENSE)]
     for _ in range(chance.randint(1, 3)):
         frames = chance.choice(messages)
         at = chance.randrange(len(frames))

@@ -380,7 +380,8 @@ class ZmqLink(Link):
         deadline = time.monotonic() + farewell_s
         parting: list[tuple[_Peer, _Buffer]] = []
         for peer in self._peers.values():
-            if not peer.is_gone and (sent := self._send_sign(peer, GOODBYE, reason)):
+            is_there = peer.guest.is_connected and not peer.is_gone
+            if is_there and (sent := self._send_sign(peer, GOODBYE, reason)):
                 parting.append((peer, sent))
         while parting and time.monotonic() < deadline:
             while self._router.poll(0):

@@ -1,0 +1,197 @@
+"""Ranks that die, freeze, leave or are merely busy, as those see it who have a link with them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat import Chat
+from processes import PROMPT_S, SHOAL, Running, all_gone
+from six_ranks import FATES, HUNG_S
+
+from shoal.network import reserve_port
+from shoal.wire.zmq_link import ZmqLink
+
+HERE = Path(__file__).parent
+SOON_S = 30.0
+BUSY_S = 10.0
+"""More than it takes to notice, on a machine that does other things too."""
+
+
+def by_hand(start, size: int, script: Path, *arguments: str) -> list[Running]:
+    """Ranks without a launcher, which would end them all as soon as one ends badly."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
+    place |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return [
+        start(sys.executable, str(script), *arguments, RANK=str(rank), **place)
+        for rank in range(size)
+    ]
+
+
+# -- fates -----------------------------------------------------------------------------------------
+
+
+class Story:
+    """What the two witnesses of a run said, and how they ended."""
+
+    def __init__(self, witnesses: list[Running]) -> None:
+        self.codes = [witness.end() for witness in witnesses]
+        self.said = "".join(witness.said for witness in witnesses)
+        lines = [line for witness in witnesses for line in witness.out.splitlines()]
+        self.seen: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module", params=["zmq", "dist"])
+def story(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Story]:
+    """One run of six ranks for each transport: see six_ranks.py."""
+    folder = tmp_path_factory.mktemp(request.param)
+    started: list[Running] = []
+
+    def start(*argv: str, **environment: str) -> Running:
+        started.append(Running(folder / f"process{len(started)}", argv, **environment))
+        return started[-1]
+
+    script, note = HERE / "six_ranks.py", folder / "note"
+    try:
+        yield Story(by_hand(start, 6, script, request.param, str(note))[:2])
+    finally:
+        for running in started:
+            running.kill()
+
+
+@pytest.mark.parametrize("doing", ["while receiving", "while sending"])
+@pytest.mark.parametrize("victim", FATES, ids=FATES.values())
+def test_a_rank_that_is_gone_is_named_by_all_others(story: Story, victim: int, doing: str) -> None:
+    seen = [each for each in story.seen if each["fate"] == FATES[victim]]
+    assert [each["rank"] for each in seen] == [0, 1], story.said
+    for each in seen:
+        assert f"rank {victim} " in each[doing], each
+        assert each["seconds"] < HUNG_S + BUSY_S
+
+
+def test_the_others_go_on_with_each_other(story: Story) -> None:
+    """Each witness tells of a fate only after it has talked with the other again."""
+    assert len(story.seen) == 2 * len(FATES), story.said
+    assert story.codes == [1, 1], story.said  # by the error that the script ends with, no crash
+    assert story.said.count("PeerLost: all that was to be seen has been seen") == 2
+
+
+# -- ranks that are busy ---------------------------------------------------------------------------
+
+BUSY = f"""
+import threading, time, torch, shoal
+
+MESSAGE = torch.arange(2 * 2**20, dtype=torch.float32)  # 8 MiB, 25 of them
+ERRORS = []
+
+def exchange(link):
+    try:
+        if link.rank == 0:
+            for number in range(25):
+                link.send([MESSAGE, number], to=1)
+            assert link.recv(1) == "all is well"
+        else:
+            time.sleep(4)  # computes
+            for number in range(25):
+                tensor, count = link.recv(0)
+                assert count == number and torch.equal(tensor, MESSAGE)
+            link.send("all is well", to=0)
+    except BaseException as error:
+        ERRORS.append(error)
+
+with shoal.join(timeout_s={SOON_S}) as crew:
+    links = [crew.link(way, hung_s=1, timeout_s={SOON_S}) for way in ("zmq", "dist")]
+    threads = [threading.Thread(target=exchange, args=(link,)) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in ERRORS:
+        print("rank", crew.rank, type(error).__name__, error)
+    crew.barrier()
+    print("rank", crew.rank, "is done")
+"""
+
+
+def test_a_rank_that_computes_is_not_taken_for_dead(start, tmp_path: Path) -> None:
+    """For four times as long as a sign of life may take, with 200 MiB waiting at its door."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY)
+    ranks = by_hand(start, 2, script)
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
+    assert [rank.out for rank in ranks] == ["rank 0 is done\n", "rank 1 is done\n"]
+
+
+def test_last_words_are_heard_while_others_talk(stack: ExitStack) -> None:
+    """Rank 2 sends much and leaves; rank 0 comes to hear of it long after, amid other talk."""
+    links = [ZmqLink(rank, 3, timeout_s=SOON_S) for rank in range(3)]
+    for link in links:
+        stack.enter_context(link)
+        link.connect([each.card for each in links])
+    for link in links:
+        link.settle()
+    words = [torch.full((number * 1000,), number) for number in range(0, 900, 30)]
+    for each in words:
+        links[2].isend(each, to=0)
+    leaving = threading.Thread(target=links[2].close)
+    leaving.start()
+    chat = stack.enter_context(Chat(links[0], links[1]))
+    leaving.join(SOON_S)
+    assert not leaving.is_alive()
+    chat.goes_on()
+    for each in words:
+        assert torch.equal(links[0].recv(2), each)
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+WAITING = """
+import shoal
+with shoal.join(timeout_s=60) as crew:
+    links = [crew.link(way) for way in ("zmq", "dist")]
+    crew.barrier()
+    print("waiting", flush=True)
+    links[crew.rank].recv(1 - crew.rank)
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Path:
+    """Rank 0 waits over zmq, rank 1 over dist, both in vain."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    return script
+
+
+def test_ctrl_c_while_ranks_wait_for_messages(start, waiting: Path) -> None:
+    run = start(*SHOAL, "run", "--workers", "2", "--threads", "1", str(waiting))
+    run.until(lambda: run.out.count("waiting") == 2)
+    family = run.family()
+    assert len(family) == 2
+    assert run.interrupt() < PROMPT_S
+    assert run.process.returncode == 130
+    assert all_gone(family)
+    assert run.err == ""
+
+
+def test_ctrl_c_in_the_ranks_themselves(start, waiting: Path) -> None:
+    ranks = by_hand(start, 2, waiting)
+    for rank in ranks:
+        rank.until_says("waiting")
+    begun = time.monotonic()
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGINT)
+    codes = [rank.end() for rank in ranks]
+    assert time.monotonic() - begun < PROMPT_S
+    assert set(codes) <= {130, -signal.SIGINT}, ranks[0].said + ranks[1].said

@@ -1,0 +1,169 @@
+"""Links between two hosts: closed without keys, open to those who are authorized, and no others."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Host, two_hosts, why_not
+from processes import ENOUGH_S, SHOAL, Running, clean_environment
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+PLACE = "tcp://10.77.0.1:23457"
+HUNG_S = 3.0
+
+HEAD = f"""
+import sys, time, torch, shoal
+LARGE = torch.arange(2**20)
+with shoal.join({PLACE!r}, rank=int(sys.argv[1]), world_size=2, timeout_s=30) as crew:
+    other = 1 - crew.rank
+"""
+TALK = """
+    link = crew.link("zmq", timeout_s=30)
+    link.send(["hello", LARGE], to=other)
+    word, tensor = link.recv(other)
+    print(word, torch.equal(tensor, LARGE))
+"""
+
+Talk = Callable[..., list[Running]]
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as both:
+        yield both
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> tuple[Path, Path]:
+    """Where each host has its settings: they share the file system, unlike two machines."""
+    made = tmp_path / "laptop", tmp_path / "desktop"
+    for home in made:
+        home.mkdir()
+    return made
+
+
+@pytest.fixture
+def talk(hosts: tuple[Host, Host], homes: tuple[Path, Path], start, tmp_path: Path) -> Talk:
+    """Starts a script on both hosts."""
+
+    def begin(body: str) -> list[Running]:
+        script = tmp_path / "script.py"
+        script.write_text(HEAD + body)
+        return [
+            start(
+                *hosts[rank].command(SHOAL[0], str(script), str(rank)),
+                XDG_CONFIG_HOME=str(homes[rank]),
+                OMP_NUM_THREADS="1",
+                PYTHONUNBUFFERED="1",
+                TORCH_CPP_LOG_LEVEL="ERROR",
+            )
+            for rank in range(2)
+        ]
+
+    return begin
+
+
+def keygen(host: Host, home: Path) -> str:
+    """The line that `shoal keygen` prints for the other host."""
+    done = subprocess.run(
+        host.command(*SHOAL, "keygen"),
+        env=clean_environment(XDG_CONFIG_HOME=str(home)),
+        capture_output=True,
+        text=True,
+        timeout=ENOUGH_S,
+        check=True,
+    )
+    line = (home / "shoal" / "key.pub").read_text()
+    assert line.strip() in done.stdout
+    return line
+
+
+def authorize(home: Path, line: str) -> None:
+    with (home / "shoal" / "authorized_keys").open("a") as file:
+        file.write(line)
+
+
+def both_fail(ranks: list[Running]) -> list[str]:
+    codes = [rank.end() for rank in ranks]
+    assert 0 not in codes, ranks[0].said + ranks[1].said
+    return [rank.err for rank in ranks]
+
+
+def both_talk(ranks: list[Running]) -> None:
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
+    assert [rank.out for rank in ranks] == ["hello True\n"] * 2
+
+
+def test_without_keys_the_link_stays_closed(talk: Talk) -> None:
+    """And says what to do, on both hosts."""
+    for said in both_fail(talk(TALK)):
+        assert "shoal keygen" in said
+        assert "there is no key at" in said or "without keys" in said
+        assert "insecure" in said
+
+
+def test_insecure_where_the_user_says_so(talk: Talk) -> None:
+    both_talk(talk(TALK.replace('"zmq"', '"zmq", insecure=True')))
+
+
+def test_over_torch_distributed(talk: Talk) -> None:
+    both_talk(talk(TALK.replace('"zmq"', '"dist"')))
+
+
+def test_with_keys_that_each_has_of_the_other(
+    talk: Talk, hosts: tuple[Host, Host], homes: tuple[Path, Path]
+) -> None:
+    lines = [keygen(host, home) for host, home in zip(hosts, homes, strict=True)]
+    authorize(homes[0], lines[1])
+    authorize(homes[1], lines[0])
+    both_talk(talk(TALK))
+
+
+def test_a_key_that_is_not_authorized_is_refused_with_the_line_to_append(
+    talk: Talk, hosts: tuple[Host, Host], homes: tuple[Path, Path]
+) -> None:
+    """The desktop knows the laptop; the laptop does not know the desktop yet. Then it does."""
+    lines = [keygen(host, home) for host, home in zip(hosts, homes, strict=True)]
+    authorize(homes[1], lines[0])
+    path = homes[0] / "shoal" / "authorized_keys"
+    for said in both_fail(talk(TALK)):
+        assert "rank 0 does not know the key of rank 1 (desktop" in said
+        assert f"append this line to {path} on rank 0's host" in said
+        assert lines[1].split()[0] in said
+    authorize(homes[0], lines[1])
+    both_talk(talk(TALK))
+
+
+def test_a_host_that_is_cut_off_is_named(talk: Talk, hosts: tuple[Host, Host]) -> None:
+    """Nothing tells of it but silence: no connection is closed."""
+    ranks = talk(f"""
+    links = [
+        crew.link("zmq", insecure=True, hung_s={HUNG_S}, timeout_s=40),
+        crew.link("dist", hung_s={HUNG_S}, timeout_s=40),
+    ]
+    for link in links:
+        link.send("hello", to=other)
+        link.recv(other)
+    print("linked")
+    for link in links:
+        begun = time.monotonic()
+        try:
+            link.recv(other)
+        except shoal.PeerLost as lost:
+            print("lost", time.monotonic() - begun < {HUNG_S} + 10, lost)
+    raise shoal.PeerLost("on purpose")
+""")
+    for rank in ranks:
+        rank.until_says("linked")
+    hosts[1].cut_off()
+    for rank, other in zip(ranks, ("rank 1 (desktop", "rank 0 (laptop"), strict=True):
+        assert rank.end() == 1, rank.said
+        lines = rank.out.splitlines()
+        assert len(lines) == 3, rank.said
+        for line in lines[1:]:
+            assert line.startswith("lost True ")
+            assert other in line

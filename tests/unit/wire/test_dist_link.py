@@ -1,0 +1,132 @@
+"""Links over gloo: receives that wait for what may never come, and signs of life."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.errors import PeerLost, WireError
+from shoal.wire.dist_link import PIECE_BYTES, DistLink
+
+SOON_S = 20.0
+HUNG_S = 1.0
+AT_ONCE_S = 8.0
+"""For what must not take as long as a farewell."""
+
+Join = Callable[..., list[DistLink]]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """The links of two ranks, joined at `store`."""
+    made: list[DistLink] = []
+
+    def begin(store: dist.Store | None = None, **settings: Any) -> list[DistLink]:
+        store = store or dist.HashStore()
+        made.extend(DistLink(rank, 2, timeout_s=SOON_S, **settings) for rank in range(2))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda link: link.join(store, "127.0.0.1"), made))
+        return made
+
+    yield begin
+    for link in made:
+        link.close(farewell_s=1)
+
+
+def filled(size_bytes: int, number: int) -> torch.Tensor:
+    return torch.full((size_bytes,), number % 256, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "sizes_mib",
+    [[1, 5, 1], [1, 5, 5, 1, 1], [4, 8, 4], [2, 6, 10, 2], [1, 2, 3, 4, 5, 6, 7]],
+    ids=str,
+)
+def test_messages_of_any_sizes_in_any_order(join: Join, sizes_mib: list[int]) -> None:
+    """A receive that is held ready for a piece like the last one must not swallow another's.
+
+    The last piece of a buffer that is cut may be as long as the whole buffer before.
+    """
+    assert PIECE_BYTES == 4 * 2**20, "sizes were chosen for it"
+    links = join(hung_s=3)
+    for number, size in enumerate(sizes_mib):
+        message = filled(size * 2**20, number)
+        job = links[0].isend(message, to=1)
+        assert torch.equal(links[1].recv(0), message)
+        job.wait()
+
+
+def test_several_buffers_of_which_one_is_as_long_as_the_last(join: Join) -> None:
+    links = join()
+    mib = 2**20
+    for number in range(4):
+        messages = [filled(size, number) for size in (mib, 5 * mib, mib, mib, 4 * mib)]
+        job = links[0].isend(messages, to=1)
+        for got, sent in zip(links[1].recv(0), messages, strict=True):
+            assert torch.equal(got, sent)
+        job.wait()
+
+
+def test_memory_held_ready_does_not_grow_with_the_number_of_sizes(join: Join) -> None:
+    """A receive of gloo's that was begun cannot be taken back: each size once left one behind."""
+    links = join()
+    for number in range(200):
+        links[0].send(filled(2**20 + 8 * number, number), to=1)
+        assert links[1].recv(0)[0] == number % 256
+    held = sum(place.nbytes for _, place in links[1]._peers[0].spare.values())
+    assert held <= 64 * 2**20
+
+
+def test_a_peer_with_nothing_to_say_is_alive(join: Join) -> None:
+    """Its signs of life come as often as is needed, also where little patience is asked for."""
+    links = join(hung_s=0.7)
+    with pytest.raises(WireError, match="none came"):
+        links[0].recv(1, timeout_s=2.5)
+    links[1].send("I was here", to=0)
+    assert links[0].recv(1) == "I was here"
+
+
+@pytest.fixture
+def mute(join: Join) -> Iterator[DistLink]:
+    """The link of rank 0 to a rank that connects and then says nothing, as if it were frozen."""
+    store = dist.HashStore()
+    link = DistLink(0, 2, timeout_s=SOON_S, hung_s=HUNG_S)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=SOON_S)
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    with ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(link.join, store, "127.0.0.1")
+        group = gloo(dist.PrefixStore("0-1", store), 1, 2, options)
+        joining.result(SOON_S)
+    yield link
+    link.close(farewell_s=1)
+    del group
+
+
+def test_a_frozen_peer_is_named(mute: DistLink) -> None:
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1: no sign of life"):
+        mute.recv(1)
+
+
+def test_a_frozen_peer_is_named_while_sending(mute: DistLink) -> None:
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1: no sign of life"):
+        mute.send(filled(64 * 2**20, 1), to=1)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "not known yet"])
+def test_closing_does_not_wait_for_a_peer_that_is_frozen(mute: DistLink, known: bool) -> None:
+    """No longer, that is, than it takes to find that it is."""
+    if known:
+        with pytest.raises(PeerLost):
+            mute.recv(1)
+    begun = time.monotonic()
+    mute.close()
+    assert time.monotonic() < begun + AT_ONCE_S
