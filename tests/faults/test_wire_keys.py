@@ -229,8 +229,9 @@ def test_a_key_that_is_removed_opens_no_further_link(
     again = other(stack, ring.pairs[2])
     again.call(party.cards[0]).hello()
     log.one("rank 0 refused a caller", f"its key {ring.pairs[2].public} is not in {ring.path}")
-    with pytest.raises(WireError, match="rank 0 does not know the key of rank 2"):
-        Party(stack, ring, RawRank(2, ring.pairs[2]))
+    links = [stack.enter_context(ring.link(n, 2, pair=ring.pairs[2 * n])) for n in (0, 1)]
+    with pytest.raises(WireError, match="rank 0 does not know the key of rank 1"):
+        links[0].connect([link.card for link in links])
     party.chat.goes_on()
 
 

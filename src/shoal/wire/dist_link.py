@@ -6,10 +6,11 @@ own, and each peer two threads here: one that receives for ever, one that waits 
 
     tag 1         fronts, into a block that is always waiting; a control byte is a front too
     tag 2         the rest of a front that is longer than the block
-    tag 16 + n    a piece of a large buffer, n bytes long
+    tag 3         pieces of a buffer that is longer than one
+    tag 16 + n    a buffer of n bytes
 
 Every receive that is not waiting yet when its data is sent costs a turn of the network. So room for
-a piece as long as the last one is held ready: a steady stream of equal shapes never waits.
+a buffer as long as the last one is held ready: a steady stream of equal shapes never waits.
 
 Nothing here is encrypted or authenticated, as in every group of torch's: for networks that you
 trust.
@@ -40,9 +41,11 @@ from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of, take_apart
 
 PIECE_BYTES = 4 * 2**20
 BLOCK_BYTES = 64 * 1024
-FRONT, REST, PIECE = 1, 2, 16
+FRONT, REST, PIECE, WHOLE = 1, 2, 3, 16
+MAX_SPARES = 8
 BEAT_S = 1.0
 """A rank that has nothing to say shows that it lives."""
+CLOSING_TURN_S = 0.02
 TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
 
@@ -161,7 +164,11 @@ class DistLink(Link):
             if peer.lane and peer.lane.stays(buffer):
                 on_gpu.append(buffer)
                 continue
-            pieces += [(PIECE + len(piece), piece) for piece in bytes_of(buffer).split(PIECE_BYTES)]
+            content = bytes_of(buffer)
+            if len(content) <= PIECE_BYTES:
+                pieces.append((WHOLE + len(content), content))
+            else:
+                pieces += [(PIECE, piece) for piece in content.split(PIECE_BYTES)]
         try:
             for tag, piece in pieces:
                 outgoing.works.append((peer.group.send([piece], peer.other, tag), piece))
@@ -182,7 +189,7 @@ class DistLink(Link):
         """In a thread: wait until what is sent has gone, and show a sign of life in between."""
         while not peer.lost:
             try:
-                outgoing = peer.outgoing.get(timeout=BEAT_S)
+                outgoing = peer.outgoing.get(timeout=min(BEAT_S, self._hung_s / 4))
             except queue.Empty:
                 with peer.lock:
                     if self._is_open:
@@ -285,14 +292,16 @@ class DistLink(Link):
                     ready = place  # it was copied out, and can be used again
             else:
                 pieces = as_tensor(arrival.room(number)).split(PIECE_BYTES)
-                for work in [self._expect(peer, piece, PIECE + len(piece)) for piece in pieces]:
+                tag = WHOLE + size if size <= PIECE_BYTES else PIECE
+                for work in [self._expect(peer, piece, tag) for piece in pieces]:
                     self._await(peer, work)
         self._inbox.deliver(arrival)
         # Not earlier: gloo would make us wait until it has read what is coming in.
         peer.next_front = self._expect(peer, block, FRONT)
-        if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu:
+        in_hand = len(peer.spare) < MAX_SPARES  # a receive that waits cannot be taken back
+        if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu and in_hand:
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
-            peer.spare[size] = self._expect(peer, ready, PIECE + size), ready
+            peer.spare[size] = self._expect(peer, ready, WHOLE + size), ready
 
     def _expect(self, peer: _Peer, place: torch.Tensor, tag: int) -> Any:
         return peer.group.recv([place], peer.other, tag)
@@ -306,17 +315,19 @@ class DistLink(Link):
     def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
         while not self._inbox.wait_for_others(condition, min(limit_s, TURN_S)):
-            now = time.monotonic()
-            for peer in self._peers.values():
-                if peer.lost or peer.is_paused:
-                    continue
-                if now > peer.heard_at + self._hung_s:
-                    silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
-                    self._part(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {silent}"))
-            limit_s = deadline - now
+            self._part_from_hung()
+            limit_s = deadline - time.monotonic()
             if limit_s <= 0:
                 return condition()
         return True
+
+    def _part_from_hung(self) -> None:
+        for peer in self._peers.values():
+            if peer.lost or peer.is_paused:
+                continue
+            if time.monotonic() > peer.heard_at + self._hung_s:
+                silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
+                self._part(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {silent}"))
 
     def _lose(self, peer: _Peer, error: RuntimeError) -> PeerLost:
         """Its connection broke."""
@@ -341,8 +352,11 @@ class DistLink(Link):
                 self._start_sign(peer, GOODBYE, reason)
                 peer.outgoing.put(None)
         for peer in self._peers.values():
-            for thread in peer.threads:
-                thread.join(max(0, deadline - time.monotonic()))
+            while any(map(threading.Thread.is_alive, peer.threads)):
+                if peer.lost or time.monotonic() > deadline:
+                    break
+                peer.threads[0].join(CLOSING_TURN_S)
+                self._part_from_hung()
 
 
 class _Outgoing(Job):

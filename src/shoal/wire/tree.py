@@ -252,10 +252,13 @@ def check_slots(slots: list[Slot], limit_bytes: int) -> int:
 def allocate(slot: Slot) -> torch.Tensor:
     """An empty tensor for a slot."""
     size = slot.size_bytes
-    if size >= HUGE_BYTES:  # numpy asks the kernel for huge pages, which spares most page faults
-        room = torch.from_numpy(numpy.empty(size, dtype=numpy.uint8))
-    else:
-        room = torch.empty(size, dtype=torch.uint8)
+    try:
+        if size >= HUGE_BYTES:  # numpy asks for huge pages, which spares most page faults
+            room = torch.from_numpy(numpy.empty(size, dtype=numpy.uint8))
+        else:
+            room = torch.empty(size, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise WireError(f"there is no memory for a tensor of {size} bytes") from error
     return room.view(DTYPES.get(slot.kind, torch.uint8)).view(slot.shape)
 
 

@@ -91,11 +91,13 @@ class Gate:
         self._dealers: list[zmq.Socket[bytes]] = []
         self._callers: dict[int, str] = {}
         """Connections to the listening socket, by file descriptor, with their addresses."""
-        self._known: set[int] = set()
-        """Those of them that are ranks."""
+        self._known: dict[int, Guest | None] = {}
+        """Those of them that have said who they are."""
         self._faults: list[str] = []
         """Why those that are about to be closed were refused."""
         self._told: set[tuple[str, str]] = set()
+        self.has_broken = False
+        """Whether any guest's connection did."""
         self._stop = context.socket(zmq.PAIR)
         self._stop.bind(STOP)
         self._stopped = context.socket(zmq.PAIR)
@@ -118,9 +120,9 @@ class Gate:
     def open(self) -> None:
         self._thread.start()
 
-    def greet(self, frame: zmq.Frame) -> None:
-        """The connection that `frame` came by is that of a rank."""
-        self._known.add(int(frame.get(zmq.SRCFD)))
+    def greet(self, frame: zmq.Frame, guest: Guest | None) -> None:
+        """The connection that `frame` came by is that of a peer, or of a stranger told of."""
+        self._known[int(frame.get(zmq.SRCFD))] = guest
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -181,7 +183,8 @@ class Gate:
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._callers.pop(value, "")
             if value in self._known:
-                self._known.discard(value)
+                if guest := self._known.pop(value):
+                    self._break(guest)
                 return
             fault = self._faults.pop(0) if self._faults else NO_RANK
             host = address.partition(":")[0]
@@ -196,11 +199,15 @@ class Gate:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             guest.refusal = "it refused this rank's key; its own log says why"
         elif event == zmq.EVENT_DISCONNECTED and guest.is_connected:
-            guest.broken_at = guest.broken_at or time.monotonic()
+            self._break(guest)
         elif event == zmq.EVENT_DISCONNECTED:
             guest.refusal = guest.refusal or "what answers there is no rank, or has another key"
         elif event == zmq.EVENT_CLOSED:
             guest.refusal = guest.refusal or "nothing listens there"
+
+    def _break(self, guest: Guest) -> None:
+        guest.broken_at = guest.broken_at or time.monotonic()
+        self.has_broken = True
 
 
 def _news(monitor: zmq.Socket[bytes]) -> tuple[int, int]:

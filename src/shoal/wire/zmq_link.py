@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,8 @@ class _Peer:
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_sent: int = 0
     num_received: int = 0
+    silent_since: float = 0.0
+    """After its connection broke: when it was last heard of."""
     has_come: bool = False
     is_gone: bool = False
     arrival: Arrival | None = None
@@ -143,6 +146,8 @@ class ZmqLink(Link):
         self._by_identity: dict[bytes, _Peer] = {}
         self._strangers: set[bytes] = set()
         self._pumping = threading.Lock()
+        self._frame = zmq.Frame()
+        """What was received last."""
         self._is_open = True
         self._is_closed = False
         self._inbox.wait_until = self._pump_until
@@ -183,7 +188,8 @@ class ZmqLink(Link):
             )
             self._by_identity[_identity(rank, self.card.token)] = peer
             dealer.connect(card.endpoint)
-            dealer.send(HELLO)
+            with suppress(zmq.Again):  # it was refused already; `settle` will say so
+                dealer.send(HELLO, zmq.DONTWAIT)
         self._gate.open()
 
     def settle(self, timeout_s: float | None = None) -> None:
@@ -255,31 +261,34 @@ class ZmqLink(Link):
         if self._is_closed:
             return
         if limit_s < TURN_S and not self._router.poll(int(1000 * limit_s)):
-            self._bury()
+            self._bury(is_quiet=True)
             return
         try:
             sender = self._router.recv()
         except zmq.Again:
-            self._bury()
+            self._bury(is_quiet=True)
             return
-        frame = self._router.recv(copy=False)
+        self._frame = self._router.recv(copy=False)
         peer = self._by_identity.get(sender)
         try:
             if peer is None:
                 raise WireError("it is no rank of this crew")
             if peer.is_gone:
                 return
-            frame = self._receive(peer, frame)
-            if frame.more:
+            self._receive(peer)
+            if self._frame.more:
                 raise WireError("more came than was announced")
         except WireError as error:
             self._refuse(sender, peer, error)
         finally:
-            while frame.more:  # the rest of a message that was not understood
-                frame = self._router.recv(copy=False)
+            while self._frame.more:  # the rest of a message that was not understood
+                self._frame = self._router.recv(copy=False)
+            if self._gate.has_broken:
+                self._bury(is_quiet=False, heard=peer)
 
-    def _receive(self, peer: _Peer, frame: zmq.Frame) -> zmq.Frame:
-        """One zmq message from `peer`, of which `frame` is the first; returns its last frame."""
+    def _receive(self, peer: _Peer) -> None:
+        """One zmq message from `peer`, of which the first frame has been received."""
+        frame = self._frame
         if self._keys and not peer.guest.is_author_of(frame):
             raise WireError("it has the key of another")
         data = frame.buffer
@@ -287,14 +296,14 @@ class ZmqLink(Link):
             number, place = peer.pieces.pop()
             if len(data) != _STAMP.size or _STAMP.unpack(data) != (peer.num_received - 1, number):
                 raise WireError(f"something else came where piece {number} of a message was due")
-            frame = self._next(frame)
-            _fill(place, frame)
+            _fill(place, self._next())
             if not peer.pieces:
                 arrival, peer.arrival = peer.arrival, None
                 self._inbox.deliver(arrival)
-            return frame
+            return
         if len(data) == 1:
-            return self._receive_sign(peer, frame)
+            self._receive_sign(peer, frame)
+            return
         count, read = peer.reader.read(data)
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
@@ -303,48 +312,56 @@ class ZmqLink(Link):
         for number, start, end in read.small:
             arrival.take(number, bytearray(data[start:end]))
         if behind := read.behind:
-            frame = self._next(frame)
-            if len(behind) == 1 and read.slots[behind[0]].size_bytes == len(frame) > 0:
-                arrival.take(behind[0], frame.buffer)  # where zmq put it is where it stays
+            piece = self._next()
+            if len(behind) == 1 and read.slots[behind[0]].size_bytes == len(piece) > 0:
+                arrival.take(behind[0], piece.buffer)  # where zmq put it is where it stays
             else:
                 places = [p for number in behind for p in _cut(arrival.room(number))]
                 peer.pieces = list(enumerate(places))[::-1]
-                _fill(peer.pieces.pop()[1], frame)
+                _fill(peer.pieces.pop()[1], piece)
                 if peer.pieces:
                     peer.arrival = arrival
-                    return frame
+                    return
         self._inbox.deliver(arrival)
-        return frame
 
-    def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> zmq.Frame:
+    def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> None:
         sign, reason = frame.bytes, ""
         if sign == HELLO and not peer.has_come:
             peer.has_come = True
-            self._gate.greet(frame)
-            return frame
+            self._gate.greet(frame, peer.guest)
+            return
         if sign not in (GOODBYE, DROPPED):
             raise WireError("it sent a sign that means nothing")
         if frame.more:
-            frame = self._next(frame)
-            reason = frame.bytes[:MAX_REASON_LETTERS].decode("utf-8", "replace").strip()
+            text = self._next().bytes[:MAX_REASON_LETTERS]
+            reason = text.decode("utf-8", "replace").strip()
         if sign == GOODBYE:
             self._drop(peer, PeerLost(has_left(peer.name, reason)))
         else:
             self._drop(peer, PeerLost(f"{peer.name} dropped rank {self.rank}: {reason}"))
-        return frame
 
-    def _next(self, frame: zmq.Frame) -> zmq.Frame:
-        if not frame.more:
+    def _next(self) -> zmq.Frame:
+        """The next frame of the zmq message that is being received."""
+        if not self._frame.more:
             raise WireError("a part of the message is missing")
-        return self._router.recv(copy=False)
+        self._frame = self._router.recv(copy=False)
+        return self._frame
 
     # -- peers that go -----------------------------------------------------------------------------
 
-    def _bury(self) -> None:
-        """Nothing more is there to be received: give up those whose connection broke."""
+    def _bury(self, is_quiet: bool, heard: _Peer | None = None) -> None:
+        """Give up those whose connection broke, when nothing of theirs is left to be received.
+
+        is_quiet: nothing at all is left. Else, while others talk: not for a while.
+        """
+        now = time.monotonic()
         for peer in self._peers.values():
-            broken = peer.guest.broken_at
-            if broken and not peer.is_gone and time.monotonic() > broken + LAST_WORDS_S:
+            if not peer.guest.broken_at or peer.is_gone:
+                continue
+            if peer is heard or not peer.silent_since:
+                peer.silent_since = now
+            since = peer.guest.broken_at if is_quiet else peer.silent_since
+            if now > since + LAST_WORDS_S:
                 self._drop(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}"))
 
     def _refuse(self, sender: bytes, peer: _Peer | None, error: WireError) -> None:
@@ -354,6 +371,7 @@ class ZmqLink(Link):
             self._send_sign(peer, DROPPED, str(error))
         elif sender not in self._strangers and len(self._strangers) < 1000:
             self._strangers.add(sender)  # one line each, not one for each message
+            self._gate.greet(self._frame, None)  # nor one more when it goes
             log.warning("rank %d ignores a stranger (%s): %s", self.rank, sender.hex()[:32], error)
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:
