@@ -102,8 +102,9 @@ class Link(Closing):
 
     def close_after(self, error: BaseException) -> None:
         """Leave at once, telling the others why."""
-        lost = isinstance(error, PeerLost)
-        self.close(HASTE_S, "" if lost else f"{type(error).__name__}: {error}")
+        name = type(error).__name__
+        reason = f"{name}: {error}" if str(error) else name
+        self.close(HASTE_S, "" if isinstance(error, PeerLost) else reason)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
