@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,6 +65,37 @@ def test_by_a_shared_file(train: Train, tmp_path: Path) -> None:
     assert (leader.end(), other.end()) == (0, 0), leader.err + other.err
     assert json.loads(leader.out)["hosts"] == ["laptop", "desktop"]
     assert not (tmp_path / "meeting").exists()
+
+
+def test_gradients_over_zmq(train: Train, tmp_path: Path) -> None:
+    """Closed without keys; with each other's keys the same as one process."""
+    lines = []
+    options = []
+    for rank in range(2):
+        key = tmp_path / f"key{rank}"
+        done = subprocess.run(
+            [*SHOAL, "keygen", "--key", str(key)], capture_output=True, timeout=30, check=True
+        )
+        lines.append(key.with_suffix(".pub").read_text())
+        assert lines[-1].split()[0] in done.stdout.decode()
+        options.append(["--transport", "zmq", "--key", str(key)])
+    for rank in range(2):
+        trusted = tmp_path / f"authorized{rank}"
+        trusted.write_text(lines[1 - rank])
+        trusted.chmod(0o600)
+        options[rank] += ["--authorized-keys", str(trusted)]
+    ranks = [train(rank, PLACE, "--verify", *options[rank]) for rank in range(2)]
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert "sync ring over zmq" in ranks[0].out
+    assert "pass" in ranks[0].out
+
+    options[1][-1] = str(tmp_path / "nobody")
+    ranks = [train(rank, PLACE, "--verify", *options[rank]) for rank in range(2)]
+    for rank in ranks:
+        assert rank.end() != 0
+        assert "rank 1 does not know the key of rank 0 (laptop" in rank.err
+        assert lines[0].split()[0] in rank.err
+        assert str(tmp_path / "nobody") in rank.err
 
 
 def test_an_interface_that_one_host_does_not_have(train: Train) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,21 @@ def test_same_as_one_process(
         key = f"{sync}:{name}"
         assert key in results, f"{key} was not reached:\n{output[-3000:]}"
         assert results[key] is None, f"{key}:\n{results[key]}"
+
+
+def test_gradients_over_zmq_need_no_keys_on_one_machine(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [
+            *[sys.executable, "-m", "shoal", "train", "--workers", "2", "--transport", "zmq"],
+            *["--model", "residual-mlp", "--data", "sine", "--verify", "--threads", "1"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "2 ranks, sync ring over zmq, against one process" in run.stdout
+    assert run.stdout.rstrip().endswith("pass")
+    assert list(tmp_path.iterdir()) == []
