@@ -19,7 +19,7 @@ from processes import PROMPT_S, SHOAL, Running, all_gone
 from six_ranks import FATES, HUNG_S
 
 from shoal.network import reserve_port
-from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_link import LAST_WORDS_S, ZmqLink
 
 HERE = Path(__file__).parent
 SOON_S = 30.0
@@ -152,6 +152,25 @@ def test_last_words_are_heard_while_others_talk(stack: ExitStack) -> None:
     chat.goes_on()
     for each in words:
         assert torch.equal(links[0].recv(2), each)
+
+
+def test_last_words_are_heard_by_a_rank_that_computes_between_messages(stack: ExitStack) -> None:
+    """Each time it comes back there is more from those who are here, and from the one who left."""
+    links = [ZmqLink(rank, 4, timeout_s=SOON_S) for rank in range(4)]
+    for link in links:
+        stack.enter_context(link)
+        link.connect([each.card for each in links])
+    for link in links:
+        link.settle()
+    for number in range(8):
+        for link in links[1:]:
+            link.send(number, to=0)
+    links[2].close()
+    until(lambda: links[0]._peers[2].guest.broken_at, "rank 0's gate knows that rank 2 has left")
+    for number in range(4):
+        time.sleep(LAST_WORDS_S + 0.1)  # computes
+        assert links[0].recv(1 + 2 * (number % 2)) == number // 2
+    assert [links[0].recv(2) for _ in range(8)] == list(range(8))
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class _Peer:
 
 
 class ZmqLink(Link):
-    """Open with `listen`, hand out the `card`, then `connect` and `settle`."""
+    """Listens when it is made: hand out the `card`, then `connect` and `settle`."""
 
     def __init__(
         self,
