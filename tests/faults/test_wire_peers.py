@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from chat import Chat
-from processes import PROMPT_S, SHOAL, Running, all_gone
+from processes import PROMPT_S, SHOAL, Running, all_gone, until
 from six_ranks import FATES, HUNG_S
 
 from shoal.network import reserve_port
@@ -133,6 +133,43 @@ def test_a_rank_that_computes_is_not_taken_for_dead(start, tmp_path: Path) -> No
     assert [rank.out for rank in ranks] == ["rank 0 is done\n", "rank 1 is done\n"]
 
 
+UNREAD = f"""
+import time, torch, shoal
+
+with shoal.join(timeout_s={SOON_S}) as crew:
+    links = [crew.link(way, hung_s=2, timeout_s={SOON_S}) for way in ("zmq", "dist")]
+    for link in links:
+        if crew.rank == 1:
+            for number in range(100):
+                link.send([number, torch.full((1000,), number)], to=0)
+            link.close()
+    if crew.rank == 0:
+        time.sleep(4)  # computes
+        for link in links:
+            for number in range(100):
+                count, tensor = link.recv(1)
+                assert count == number and tensor.eq(number).all()
+            try:
+                link.recv(1)
+            except shoal.PeerLost as lost:
+                assert "rank 1" in str(lost)
+    crew.barrier()
+    print("rank", crew.rank, "is done")
+"""
+
+
+def test_a_rank_that_leaves_much_unread_does_not_take_its_reader_along(
+    start, tmp_path: Path
+) -> None:
+    """ZeroMQ ended the reader's process: its own sign of life to one who had gone, behind a queue
+    that was full. (Assertion failed: !_io_error; zeromq/libzmq issues 4364 and 3937)"""
+    script = tmp_path / "unread.py"
+    script.write_text(UNREAD)
+    ranks = by_hand(start, 2, script)
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
+    assert [rank.out for rank in ranks] == ["rank 0 is done\n", "rank 1 is done\n"]
+
+
 def test_last_words_are_heard_while_others_talk(stack: ExitStack) -> None:
     """Rank 2 sends much and leaves; rank 0 comes to hear of it long after, amid other talk."""
     links = [ZmqLink(rank, 3, timeout_s=SOON_S) for rank in range(3)]
@@ -152,6 +189,27 @@ def test_last_words_are_heard_while_others_talk(stack: ExitStack) -> None:
     chat.goes_on()
     for each in words:
         assert torch.equal(links[0].recv(2), each)
+
+
+def test_last_words_are_heard_by_a_rank_that_only_looks_now_and_then(stack: ExitStack) -> None:
+    """There are more of them than ZeroMQ hands over at once: for a moment none seem to be left."""
+    links = [ZmqLink(rank, 2, timeout_s=SOON_S) for rank in range(2)]
+    for link in links:
+        stack.enter_context(link)
+        link.connect([each.card for each in links])
+    for link in links:
+        link.settle()
+    for number in range(300):
+        links[1].send([number, torch.zeros(1000)], to=0)
+    links[1].close()
+    until(lambda: links[0]._peers[1].guest.broken_at, "rank 0's gate knows that rank 1 has left")
+    time.sleep(LAST_WORDS_S + 0.1)  # computes
+    for number in range(300):
+        job = links[0].irecv(1)
+        deadline = time.monotonic() + SOON_S
+        while not job.done():  # at once again: this is what it is about
+            assert time.monotonic() < deadline
+        assert job.wait()[0] == number
 
 
 def test_last_words_are_heard_by_a_rank_that_computes_between_messages(stack: ExitStack) -> None:

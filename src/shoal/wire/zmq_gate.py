@@ -104,9 +104,8 @@ class Gate:
         self._stopped.connect(STOP)
         self._thread = threading.Thread(target=self._watch, name="shoal-gate", daemon=True)
 
-    def expect(self, dealer: zmq.Socket[bytes], public_key: str) -> Guest:
+    def expect(self, dealer: zmq.Socket[bytes], guest: Guest) -> None:
         """A peer that `dealer` is about to connect to. Before `open`."""
-        guest = Guest(public_key)
         monitor = dealer.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -115,7 +114,6 @@ class Gate:
         )
         self._guests[monitor] = guest
         self._dealers.append(dealer)
-        return guest
 
     def open(self) -> None:
         self._thread.start()

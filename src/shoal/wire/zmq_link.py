@@ -1,7 +1,8 @@
 """A link over ZeroMQ: one listening port per process, whatever the number of peers.
 
     rank 0   ROUTER <──────── DEALER   rank 1        each rank listens on one ROUTER and has a
-             DEALER ────────> ROUTER                 DEALER to every peer: a connection each way
+             DEALER ────────> ROUTER                 DEALER to every peer: a connection each way,
+                                                     and one more each for signs of life
 
 A message is its front and, behind it, its large buffers cut into pieces. The first piece rides
 with the front, each further one is a zmq message of its own, received right into place:
@@ -50,6 +51,7 @@ SEND_TURN_S = 0.005
 LAST_WORDS_S = 0.3
 """After a connection broke: how long what is still underway may take to arrive."""
 
+PULSE = "p"
 HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
 """Signs: messages of one byte, the last two with a reason behind."""
 MAX_REASON_LETTERS = 500
@@ -76,12 +78,20 @@ class _Peer:
     guest: Guest
     """Who the gate says is behind the messages of this rank."""
     dealer: zmq.Socket[bytes]
+    pulse: zmq.Socket[bytes]
+    """A connection for signs of life: that of the dealer may be full, and then passes none.
+
+    Nor can signs come from the other side, which does not read when its queue is full: ZeroMQ
+    4.3.5 ends the process if such a connection breaks (zeromq/libzmq issue 4364).
+    """
     reader: front.FrontReader
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_sent: int = 0
     num_received: int = 0
     silent_since: float = 0.0
-    """After its connection broke: when it was last heard of."""
+    """After its connection broke: when it was last heard of, or nothing of it was first."""
+    passed_over: int = 0
+    """How often others were heard since then. ZeroMQ takes from all in turn."""
     has_come: bool = False
     is_gone: bool = False
     arrival: Arrival | None = None
@@ -122,11 +132,6 @@ class ZmqLink(Link):
         self._router.rcvhwm = RECEIVE_QUEUE
         self._router.rcvtimeo = int(1000 * TURN_S)
         self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, PIECE_BYTES)
-        # The listening side shows that it lives and leaves it to the other to judge: with full
-        # queues it reads nothing, and would take the other for dead.
-        self._beat_s = min(BEAT_S, hung_s / 4)
-        self._router.heartbeat_ivl = int(1000 * self._beat_s)
-        self._router.heartbeat_timeout = 0
         host = f"[{address}]" if ":" in address else address
         self._router.ipv6 = ":" in address
         self._gate = Gate(self._context, self._router, rank, keys, any_address=insecure)
@@ -144,6 +149,7 @@ class ZmqLink(Link):
         )
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
+        self._by_pulse: dict[bytes, _Peer] = {}
         self._strangers: set[bytes] = set()
         self._pumping = threading.Lock()
         self._frame = zmq.Frame()
@@ -170,27 +176,39 @@ class ZmqLink(Link):
                     f"append this line to {self._keys.authorized.path} on rank {self.rank}'s host:"
                     f"\n{card.public_key} {name.split()[0]}-{rank}"
                 )
-            dealer = self._context.socket(zmq.DEALER)
-            dealer.sndhwm = 0
-            dealer.reconnect_ivl = -1  # what a broken connection swallowed cannot be made good
-            dealer.heartbeat_ivl = int(1000 * self._beat_s)
-            silence_s = max(self._hung_s - self._beat_s - LAST_WORDS_S, self._hung_s / 2)
-            dealer.heartbeat_timeout = int(1000 * silence_s)
-            dealer.ipv6 = "[" in card.endpoint
-            dealer.identity = _identity(self.rank, card.token)
-            if self._keys:
-                dealer.curve_publickey = self._keys.pair.public.encode()
-                dealer.curve_secretkey = self._keys.pair.secret.encode()
-                dealer.curve_serverkey = card.public_key.encode()
-            guest = self._gate.expect(dealer, card.public_key)
+            guest = Guest(card.public_key)
+            dealer, pulse = (
+                self._dealer(card, guest, _identity(self.rank, card.token, what))
+                for what in ("", PULSE)
+            )
+            beat_s = min(BEAT_S, self._hung_s / 4)
+            silence_s = max(self._hung_s - beat_s - LAST_WORDS_S, self._hung_s / 2)
+            pulse.heartbeat_ivl = int(1000 * beat_s)
+            pulse.heartbeat_timeout = int(1000 * silence_s)
             peer = self._peers[rank] = _Peer(
-                rank, name, guest, dealer, front.FrontReader(self._limit_bytes)
+                rank, name, guest, dealer, pulse, front.FrontReader(self._limit_bytes)
             )
             self._by_identity[_identity(rank, self.card.token)] = peer
-            dealer.connect(card.endpoint)
-            with suppress(zmq.Again):  # it was refused already; `settle` will say so
-                dealer.send(HELLO, zmq.DONTWAIT)
+            self._by_pulse[_identity(rank, self.card.token, PULSE)] = peer
+            for each in (dealer, pulse):
+                each.connect(card.endpoint)
+                with suppress(zmq.Again):  # it was refused already; `settle` will say so
+                    each.send(HELLO, zmq.DONTWAIT)
         self._gate.open()
+
+    def _dealer(self, card: Card, guest: Guest, identity: bytes) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0  # else, where a handshake failed, the context would never end
+        dealer.sndhwm = 0
+        dealer.reconnect_ivl = -1  # what a broken connection swallowed cannot be made good
+        dealer.ipv6 = "[" in card.endpoint
+        dealer.identity = identity
+        if self._keys:
+            dealer.curve_publickey = self._keys.pair.public.encode()
+            dealer.curve_secretkey = self._keys.pair.secret.encode()
+            dealer.curve_serverkey = card.public_key.encode()
+        self._gate.expect(dealer, guest)
+        return dealer
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until all others have connected and are connected to."""
@@ -272,7 +290,8 @@ class ZmqLink(Link):
         peer = self._by_identity.get(sender)
         try:
             if peer is None:
-                raise WireError("it is no rank of this crew")
+                self._receive_pulse(sender)
+                return
             if peer.is_gone:
                 return
             self._receive(peer)
@@ -285,6 +304,13 @@ class ZmqLink(Link):
                 self._frame = self._router.recv(copy=False)
             if self._gate.has_broken:
                 self._bury(is_quiet=False, heard=peer)
+
+    def _receive_pulse(self, sender: bytes) -> None:
+        """The one message that comes by a connection for signs of life."""
+        peer = self._by_pulse.get(sender)
+        if peer is None or (self._keys and not peer.guest.is_author_of(self._frame)):
+            raise WireError("it is no rank of this crew")
+        self._gate.greet(self._frame, peer.guest)
 
     def _receive(self, peer: _Peer) -> None:
         """One zmq message from `peer`, of which the first frame has been received."""
@@ -360,8 +386,10 @@ class ZmqLink(Link):
                 continue
             if peer is heard or not peer.silent_since:
                 peer.silent_since = now
-            since = peer.guest.broken_at if is_quiet else peer.silent_since
-            if now > since + LAST_WORDS_S:
+                peer.passed_over = 0
+            peer.passed_over += 1
+            had_its_turn = is_quiet or peer.passed_over > 2 * self.size
+            if had_its_turn and now > peer.silent_since + LAST_WORDS_S:
                 self._drop(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}"))
 
     def _refuse(self, sender: bytes, peer: _Peer | None, error: WireError) -> None:
@@ -391,6 +419,7 @@ class ZmqLink(Link):
             self._gate.close()
             for peer in self._peers.values():
                 peer.dealer.close(linger=0)
+                peer.pulse.close(linger=0)
             self._router.close(linger=0)
             self._context.term()
 
@@ -499,8 +528,8 @@ def _send_buffers(
     return buffers
 
 
-def _identity(rank: int, token: str) -> bytes:
-    return f"{rank}:{token}".encode()
+def _identity(rank: int, token: str, what: str = "") -> bytes:
+    return f"{rank}{what}:{token}".encode()
 
 
 def _cut(view: memoryview) -> list[memoryview]:
