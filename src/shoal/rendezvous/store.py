@@ -139,7 +139,13 @@ def _crew_at(address: str, way: Way) -> dist.Store | None:
     def look() -> dist.Store | None:
         brief = timedelta(seconds=0.5)
         store = dist.TCPStore(address, way.port, None, False, timeout=brief, wait_for_workers=False)
-        return store if store.check([f"shoal/{way.attempt}/hello/0"]) else None
+        # Its leader may have opened it this very moment, and not have said hello yet.
+        deadline = time.monotonic() + 1.5
+        while not store.check([f"shoal/{way.attempt}/hello/0"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_S)
+        return store
 
     try:
         return _bounded(look, 2.5, "no answer")
