@@ -215,9 +215,18 @@ def _news(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 def _address_of(descriptor: int) -> str:
     """Who is at the other end of a connection that zmq has just accepted."""
+    unknown = "an address that is not known (it left at once)"
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        own = os.dup(descriptor)
+    except OSError:
+        return unknown
+    try:
+        with socket.socket(fileno=own) as connection:
+            own = -1
             address = connection.getpeername()
     except OSError:
-        return "an address that is not known (it left at once)"
+        return unknown
+    finally:
+        if own >= 0:  # it has become something that is no socket
+            os.close(own)
     return f"{address[0]}:{address[1]}"
