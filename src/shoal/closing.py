@@ -23,4 +23,11 @@ class Closing(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.close_after(error)
+
+    def close_after(self, error: BaseException) -> None:
+        """The same, where the block ended with an error."""
         self.close()

@@ -16,7 +16,8 @@ from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
 from shoal.wire.tree import memory_of, take_apart
-from shoal.wire.zmq_link import _STAMP, HELLO, PIECE_BYTES, Card
+from shoal.wire.zmq_link import HELLO, Card
+from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP
 
 Frames = Sequence[Any]
 
@@ -93,5 +94,5 @@ def frames_of(tree: Any, number: int = 0, tag: str = "") -> list[list[bytes]]:
     ]
     if not pieces:
         return [[head]]
-    further = [[_STAMP.pack(number, n), piece] for n, piece in enumerate(pieces) if n]
+    further = [[STAMP.pack(number, n), piece] for n, piece in enumerate(pieces) if n]
     return [[head, pieces[0]], *further]

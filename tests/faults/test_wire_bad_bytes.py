@@ -24,7 +24,8 @@ from wire_log import Log
 from shoal.errors import PeerLost, WireError
 from shoal.wire import zmq_gate
 from shoal.wire.front import MAX_FRONT_BYTES
-from shoal.wire.zmq_link import PIECE_BYTES, ZmqLink
+from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_pieces import PIECE_BYTES
 
 SOON_S = 30.0
 AT_ONCE_S = 10.0

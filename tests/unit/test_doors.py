@@ -113,7 +113,10 @@ DOORS = {
         ("torch.distributed", "torch.nn.parallel"),
         ("rendezvous/", "crew.py", "replicate/", "wire/"),
     ),
-    "zmq": (("zmq",), ("wire/zmq_link.py", "wire/zmq_gate.py", "wire/keys.py")),
+    "zmq": (
+        ("zmq",),
+        ("wire/zmq_link.py", "wire/zmq_gate.py", "wire/zmq_pieces.py", "wire/keys.py"),
+    ),
     "subprocess": (
         ("subprocess", "multiprocessing", "os.fork", "os.system", "os.execv", "os.posix_spawn"),
         ("launch/",),

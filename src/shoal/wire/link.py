@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 
 from shoal.closing import Closing
 from shoal.errors import PeerLost, WireError
@@ -88,17 +87,6 @@ class Link(Closing):
         reason: the error that this rank ends with, for the others to read.
         """
         self._inbox.close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.close_after(error)
 
     def close_after(self, error: BaseException) -> None:
         """Leave at once, telling the others why."""

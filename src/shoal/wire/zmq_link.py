@@ -4,10 +4,8 @@
              DEALER ────────> ROUTER                 DEALER to every peer: a connection each way,
                                                      and one more each for signs of life
 
-A message is its front and, behind it, its large buffers cut into pieces. The first piece rides
-with the front, each further one is a zmq message of its own, received right into place:
-
-    [front, piece]  [stamp, piece]  [stamp, piece] ...          stamp = message number, piece number
+A message is its front and, behind it, its large buffers cut into pieces (zmq_pieces.py). The first
+piece rides with the front, each further one is a zmq message of its own, received right into place.
 
 Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
 message there is no thread of ours. Who may connect, and who has gone, is the gate's business
@@ -19,10 +17,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +26,6 @@ from typing import Any
 
 import msgspec
 import numpy
-import torch
 import zmq
 
 from shoal.errors import PeerLost, WireError
@@ -39,10 +34,10 @@ from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import Arrival
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.tree import Tree, memory_of, take_apart, view_of
+from shoal.wire.tree import Tree, take_apart
 from shoal.wire.zmq_gate import Gate, Guest, Keys
+from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, SentMemory, cut, fill, send_pieces
 
-PIECE_BYTES = 4 * 2**20
 RECEIVE_QUEUE = 8
 """Zmq messages of each peer that wait in this process for someone to receive them."""
 TURN_S = 0.1
@@ -57,7 +52,6 @@ HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
 MAX_REASON_LETTERS = 500
 BEAT_S = 1.0
 """Between two signs of life, at most."""
-_STAMP = struct.Struct("<QI")
 
 log = logging.getLogger("shoal.wire")
 
@@ -249,7 +243,7 @@ class ZmqLink(Link):
                 if not buffers:
                     peer.dealer.send(head, zmq.DONTWAIT)
                     return DONE
-                job = _SendJob(self, peer, _send_buffers(peer.dealer, head, number, buffers))
+                job = _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
                 raise PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}") from None
         return job
@@ -320,9 +314,9 @@ class ZmqLink(Link):
         data = frame.buffer
         if peer.arrival is not None:
             number, place = peer.pieces.pop()
-            if len(data) != _STAMP.size or _STAMP.unpack(data) != (peer.num_received - 1, number):
+            if len(data) != STAMP.size or STAMP.unpack(data) != (peer.num_received - 1, number):
                 raise WireError(f"something else came where piece {number} of a message was due")
-            _fill(place, self._next())
+            fill(place, self._next())
             if not peer.pieces:
                 arrival, peer.arrival = peer.arrival, None
                 self._inbox.deliver(arrival)
@@ -342,9 +336,9 @@ class ZmqLink(Link):
             if len(behind) == 1 and read.slots[behind[0]].size_bytes == len(piece) > 0:
                 arrival.take(behind[0], piece.buffer)  # where zmq put it is where it stays
             else:
-                places = [p for number in behind for p in _cut(arrival.room(number))]
+                places = [p for number in behind for p in cut(arrival.room(number))]
                 peer.pieces = list(enumerate(places))[::-1]
-                _fill(peer.pieces.pop()[1], piece)
+                fill(peer.pieces.pop()[1], piece)
                 if peer.pieces:
                     peer.arrival = arrival
                     return
@@ -425,7 +419,7 @@ class ZmqLink(Link):
 
     def _say_goodbye(self, farewell_s: float, reason: str) -> None:
         deadline = time.monotonic() + farewell_s
-        parting: list[tuple[_Peer, _Buffer]] = []
+        parting: list[tuple[_Peer, SentMemory]] = []
         for peer in self._peers.values():
             is_there = peer.guest.is_connected and not peer.is_gone
             if is_there and (sent := self._send_sign(peer, GOODBYE, reason)):
@@ -441,11 +435,11 @@ class ZmqLink(Link):
             if parting:
                 parting[0][1].is_free(SEND_TURN_S)
 
-    def _send_sign(self, peer: _Peer, sign: bytes, reason: str) -> _Buffer | None:
+    def _send_sign(self, peer: _Peer, sign: bytes, reason: str) -> SentMemory | None:
         """What tells that it has gone; None if there is no connection any more."""
         text = (reason or " ").encode("utf-8", "replace")[:MAX_REASON_LETTERS]
         content: Any = numpy.frombuffer(text, dtype=numpy.uint8).copy()
-        buffer = _Buffer(content)
+        buffer = SentMemory(content)
         with peer.lock:
             peer.dealer.copy_threshold = 0  # so that this too is sent as it lies, and watched
             try:
@@ -462,7 +456,7 @@ _DEAD = "its connection broke or it gave no sign of life. It was killed, is froz
 class _SendJob(Job):
     """Done when ZeroMQ has let go of every buffer."""
 
-    def __init__(self, link: ZmqLink, peer: _Peer, buffers: list[_Buffer]) -> None:
+    def __init__(self, link: ZmqLink, peer: _Peer, buffers: list[SentMemory]) -> None:
         self._link = link
         self._peer = peer
         self._buffers = buffers
@@ -489,54 +483,5 @@ class _SendJob(Job):
         return None
 
 
-class _Buffer:
-    """Memory that ZeroMQ is sending from, until nobody refers to it any more.
-
-    Tells as much as pyzmq's own trackers, for a tenth of their cost.
-    """
-
-    __slots__ = ("_free", "_watch")
-
-    def __init__(self, array: Any) -> None:
-        self._free = threading.Lock()
-        self._free.acquire()
-        self._watch = weakref.ref(array, lambda _: self._free.release())
-
-    def is_free(self, limit_s: float = 0) -> bool:
-        """Whether it is; after waiting for it so many seconds at most."""
-        free = self._free.acquire(timeout=limit_s)
-        if free:
-            self._free.release()
-        return free
-
-
-def _send_buffers(
-    dealer: zmq.Socket[bytes], head: bytes, number: int, tensors: list[torch.Tensor]
-) -> list[_Buffer]:
-    """The front and all pieces behind it. Returns what tells that they have gone."""
-    count = 0
-    buffers = []
-    for tensor in tensors:
-        array = memory_of(tensor)
-        buffers.append(_Buffer(array))
-        pieces = [array] if tensor.nbytes <= PIECE_BYTES else _cut(view_of(array))
-        for piece in pieces:
-            stamp = _STAMP.pack(number, count) if count else head
-            dealer.send(stamp, zmq.SNDMORE | zmq.DONTWAIT)
-            dealer.send(piece, zmq.DONTWAIT, copy=False)
-            count += 1
-    return buffers
-
-
 def _identity(rank: int, token: str, what: str = "") -> bytes:
     return f"{rank}{what}:{token}".encode()
-
-
-def _cut(view: memoryview) -> list[memoryview]:
-    return [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
-
-
-def _fill(place: memoryview, frame: zmq.Frame) -> None:
-    if len(frame) != len(place):
-        raise WireError(f"{len(frame)} bytes came where {len(place)} were announced")
-    place[:] = frame.buffer
