@@ -37,7 +37,7 @@ from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of, take_apart
+from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of
 
 PIECE_BYTES = 4 * 2**20
 BLOCK_BYTES = 64 * 1024
@@ -67,6 +67,7 @@ class _Peer:
     group: Any
     other: int
     """The peer's rank within the group of two."""
+    packer: front.Packer
     reader: front.FrontReader
     lane: GpuLane | None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -131,7 +132,10 @@ class DistLink(Link):
             except RuntimeError as error:
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
             reader = front.FrontReader(self._limit_bytes, has_gpu=lane is not None)
-            self._peers[other] = _Peer(other, name, group, int(self.rank < other), reader, lane)
+            packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
+            self._peers[other] = _Peer(
+                other, name, group, int(self.rank < other), packer, reader, lane
+            )
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
                 peer.threads.append(threading.Thread(target=work, args=(peer,), daemon=True))
@@ -142,11 +146,10 @@ class DistLink(Link):
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
         self._check_peer(to)
         peer = self._peers[to]
-        parcel = take_apart(tree, peer.lane.stays if peer.lane else None)
         with peer.lock:
             if not self._is_open:
                 raise WireError("the link was closed")
-            head, buffers = front.pack(parcel, tag, peer.num_sent, self._limit_bytes)
+            head, buffers = peer.packer.pack(tree, tag, peer.num_sent)
             outgoing = self._start(peer, _LENGTH.pack(len(head)) + head, buffers)
             peer.num_sent += 1
         return outgoing if buffers else DONE

@@ -9,13 +9,23 @@ behind, as they lie. Sender and receiver know from the sizes alone which is whic
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.errors import WireError
 from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, decode, decode_plan, encode
-from shoal.wire.tree import Parcel, Recipe, Slot, memory_of, read_plan
+from shoal.wire.tree import (
+    Parcel,
+    Recipe,
+    Slot,
+    Stays,
+    Tree,
+    memory_of,
+    outline_of,
+    read_plan,
+    take_apart,
+)
 
 SMALL_BYTES = 64 * 1024
 """A buffer below this is small, as long as all small ones together stay below the next."""
@@ -23,7 +33,8 @@ MAX_SMALL_BYTES = 2**20
 
 _PREFIX = struct.Struct("<QI")
 MAX_FRONT_BYTES = _PREFIX.size + MAX_HEADER_BYTES + MAX_PLAN_BYTES + MAX_SMALL_BYTES
-MAX_REMEMBERED = 64
+MAX_REMEMBERED = 256
+MAX_REMEMBERED_BYTES = 4096
 
 
 class Front(NamedTuple):
@@ -37,6 +48,15 @@ class Front(NamedTuple):
     behind: list[int]
     """Numbers of the slots whose bytes come behind, in order."""
     size: int
+    sizes: list[int]
+    """Bytes of each slot."""
+
+    def build(self, tensors: list[torch.Tensor]) -> Tree:
+        """The message, of the tensors of its slots."""
+        try:
+            return self.recipe.build(tensors)
+        except ValueError as error:
+            raise WireError(f"text that is none: {error}") from error
 
 
 def pack(
@@ -55,6 +75,45 @@ def pack(
     small, behind = _sorted(sizes, parcel.slots)
     packed = [memory_of(buffers[each]) for each in small]
     return b"".join([prefix, header, plan, *packed]), [buffers[each] for each in behind]
+
+
+class Packer:
+    """Makes the fronts for one peer.
+
+    A tree of the same outline as an earlier one has the same header, which need not be made again.
+    """
+
+    def __init__(self, limit_bytes: int, stays: Stays | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._stays = stays
+        self._headers: dict[Any, tuple[bytes, bool]] = {}
+        """With whether all buffers are small."""
+
+    def pack(self, tree: Tree, tag: str, number: int) -> tuple[bytes, list[torch.Tensor]]:
+        """Like `pack`, of a tree."""
+        tensors: list[torch.Tensor] = []
+        outline = outline_of(tree, tensors) if self._stays is None else None
+        if outline is None:
+            return pack(take_apart(tree, self._stays), tag, number, self._limit_bytes)
+        known = self._headers.get((tag, outline))
+        if known is None:
+            head, behind = pack(take_apart(tree), tag, number, self._limit_bytes)
+            header = _header_in(head)
+            if len(behind) in (0, len(tensors)) and len(header) <= MAX_REMEMBERED_BYTES:
+                if len(self._headers) >= MAX_REMEMBERED:
+                    self._headers.clear()
+                self._headers[tag, outline] = header, not behind
+            return head, behind
+        header, is_small = known
+        prefix = _PREFIX.pack(number, len(header))
+        if is_small:
+            return b"".join([prefix, header, *map(memory_of, tensors)]), []
+        return prefix + header, tensors
+
+
+def _header_in(head: bytes) -> bytes:
+    _, length = _PREFIX.unpack_from(head)
+    return head[_PREFIX.size : _PREFIX.size + length]
 
 
 class FrontReader:
@@ -90,7 +149,7 @@ class FrontReader:
     def _read(self, header_bytes: bytes, data: memoryview) -> Front:
         header = decode(header_bytes, self._limit_bytes)
         at = _PREFIX.size + len(header_bytes)
-        remember = not header.plan_bytes
+        remember = len(header_bytes) <= MAX_REMEMBERED_BYTES and not header.plan_bytes
         if header.plan_bytes:
             plan = data[at : at + header.plan_bytes]
             header = decode_plan(header, plan, self._limit_bytes)
@@ -104,7 +163,7 @@ class FrontReader:
             small.append((each, at, at + sizes[each]))
             at += sizes[each]
         recipe = read_plan(header.plan, header.slots)
-        front = Front(header.tag, header.slots, recipe, small, behind, at)
+        front = Front(header.tag, header.slots, recipe, small, behind, at, sizes)
         if remember:
             if len(self._seen) >= MAX_REMEMBERED:
                 self._seen.clear()

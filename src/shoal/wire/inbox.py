@@ -41,23 +41,15 @@ _NOTHING = torch.empty(0)
 class Arrival:
     """A message on its way in: its transport fills the slots, one by one."""
 
-    __slots__ = ("_front", "_places", "_tensors", "job", "peer")
+    __slots__ = ("_places", "_tensors", "front", "job", "peer")
 
     def __init__(self, peer: int, front: Front) -> None:
         self.peer = peer
         self.job: ReceiveJob | None = None
-        self._front = front
+        self.front = front
         self._places: dict[int, torch.Tensor] = {}
         """By slot: tensors that the asker brought, to be filled."""
         self._tensors = [_NOTHING] * len(front.slots)
-
-    @property
-    def tag(self) -> str:
-        return self._front.tag
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(slot.size_bytes for slot in self._front.slots)
 
     @property
     def is_in_place(self) -> bool:
@@ -67,14 +59,14 @@ class Arrival:
         """Whoever asked first gets it, in the places that it brought, if they fit."""
         self.job = job
         if job._into is not None:
-            self._places = _fitting(job._into, self._front)
+            self._places = _fitting(job._into, self.front)
 
     def room(self, number: int) -> memoryview:
         """Where the bytes of a slot go: in place, where the asker brought a place."""
         if number in self._places:
             self._tensors[number] = self._places[number]
             return view_of(memory_of(self._places[number].detach()))
-        self._tensors[number] = allocate(self._front.slots[number])
+        self._tensors[number] = allocate(self.front.slots[number])
         return view_of(memory_of(self._tensors[number]))
 
     def take(self, number: int, content: Any) -> bool:
@@ -85,7 +77,7 @@ class Arrival:
         if number in self._places:
             self.room(number)[:] = content
             return True
-        self._tensors[number] = shaped(self._front.slots[number], content)
+        self._tensors[number] = shaped(self.front.slots[number], content)
         return False
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
@@ -97,10 +89,7 @@ class Arrival:
         if self._places and self.job is not None and self.job._given_up:
             # Whoever brought the places is not waiting any more, and may use them otherwise.
             self._tensors = [tensor.detach().clone() for tensor in self._tensors]
-        try:
-            return self._front.recipe.build(self._tensors)
-        except ValueError as error:
-            raise WireError(f"text that is none: {error}") from error
+        return self.front.build(self._tensors)
 
 
 def _fitting(into: Tree, front: Front) -> dict[int, torch.Tensor]:
@@ -176,6 +165,22 @@ class Inbox:
             self._arriving.add(arrival)
         return arrival
 
+    def deliver_whole(self, peer: int, front: Front, contents: list[Any]) -> None:
+        """A message that came at once; contents: of each slot, as `Arrival.take` wants them."""
+        with self._lock:
+            jobs = self._queue(peer, front.tag).jobs
+            has_places = bool(jobs) and jobs[0]._into is not None
+        if has_places:
+            arrival = self.arrive(peer, front)
+            for number, content in enumerate(contents):
+                arrival.take(number, content)
+            self.deliver(arrival)
+            return
+        tree = front.build(list(map(shaped, front.slots, contents)))
+        with self._lock:
+            self._hand_over(tree, peer, front)
+            self._wake()
+
     def deliver(self, arrival: Arrival) -> None:
         """The slots are full. Raises WireError if they make no message."""
         tree = arrival.message()
@@ -186,14 +191,18 @@ class Inbox:
             if arrival.job is not None and not arrival.job._given_up:
                 arrival.job._finish(tree, arrival.is_in_place)
             else:
-                queue = self._queue(arrival.peer, arrival.tag)
-                if queue.jobs:  # someone asked while it came
-                    queue.jobs.popleft()._finish(tree)
-                else:
-                    size = arrival.size_bytes
-                    queue.messages.append((tree, size))
-                    self._backlog[arrival.peer] = self._backlog.get(arrival.peer, 0) + size
+                self._hand_over(tree, arrival.peer, arrival.front)
             self._wake()
+
+    def _hand_over(self, tree: Tree, peer: int, front: Front) -> None:
+        """To whoever asks, now or later. With the lock held."""
+        queue = self._queue(peer, front.tag)
+        if queue.jobs:
+            queue.jobs.popleft()._finish(tree)
+        else:
+            size = sum(front.sizes)
+            queue.messages.append((tree, size))
+            self._backlog[peer] = self._backlog.get(peer, 0) + size
 
     def has_room(self, peer: int) -> bool:
         """Whether it is time to receive more from `peer`: little is waiting, or someone is."""

@@ -6,7 +6,7 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.tree import Tree, memory_of, take_apart, view_of
+from shoal.wire.tree import Tree, memory_of, view_of
 
 
 class MemoryLink(Link):
@@ -16,6 +16,7 @@ class MemoryLink(Link):
         super().__init__(rank, size, timeout_s)
         self._links = links
         self._sent = [0] * size
+        self._packer = front.Packer(DEFAULT_LIMIT_BYTES)
         self._reader = front.FrontReader(DEFAULT_LIMIT_BYTES)
         self._open = True
 
@@ -33,8 +34,7 @@ class MemoryLink(Link):
         peer = self._links[to]
         if not peer._open:
             raise PeerLost(f"rank {self.rank} cannot send to rank {to}: it has left")
-        parcel = take_apart(tree)
-        head, buffers = front.pack(parcel, tag, self._sent[to], DEFAULT_LIMIT_BYTES)
+        head, buffers = self._packer.pack(tree, tag, self._sent[to])
         self._sent[to] += 1
         _, read = self._reader.read(memoryview(head))
         arrival = peer._inbox.arrive(self.rank, read)

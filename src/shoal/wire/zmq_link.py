@@ -34,12 +34,21 @@ from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import Arrival
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.tree import Tree, take_apart
+from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, SentMemory, cut, fill, send_pieces
+from shoal.wire.zmq_pieces import (
+    PIECE_BYTES,
+    STAMP,
+    SentMemory,
+    cut,
+    fill,
+    keep_memory,
+    send_pieces,
+)
 
-RECEIVE_QUEUE = 8
-"""Zmq messages of each peer that wait in this process for someone to receive them."""
+RECEIVE_QUEUE = 2
+"""Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
+copied out soon are still in the cache."""
 TURN_S = 0.1
 """How long to wait for a message before looking after other things."""
 SEND_TURN_S = 0.005
@@ -78,6 +87,7 @@ class _Peer:
     Nor can signs come from the other side, which does not read when its queue is full: ZeroMQ
     4.3.5 ends the process if such a connection breaks (zeromq/libzmq issue 4364).
     """
+    packer: front.Packer
     reader: front.FrontReader
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_sent: int = 0
@@ -117,6 +127,7 @@ class ZmqLink(Link):
                 "each; or, on a network that you trust, say --insecure."
             )
         super().__init__(rank, size, timeout_s)
+        keep_memory()
         self._limit_bytes = limit_bytes
         self._hung_s = hung_s
         self._keys = keys
@@ -180,7 +191,13 @@ class ZmqLink(Link):
             pulse.heartbeat_ivl = int(1000 * beat_s)
             pulse.heartbeat_timeout = int(1000 * silence_s)
             peer = self._peers[rank] = _Peer(
-                rank, name, guest, dealer, pulse, front.FrontReader(self._limit_bytes)
+                rank,
+                name,
+                guest,
+                dealer,
+                pulse,
+                front.Packer(self._limit_bytes),
+                front.FrontReader(self._limit_bytes),
             )
             self._by_identity[_identity(rank, self.card.token)] = peer
             self._by_pulse[_identity(rank, self.card.token, PULSE)] = peer
@@ -230,14 +247,13 @@ class ZmqLink(Link):
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
         self._check_peer(to)
         peer = self._peers[to]
-        parcel = take_apart(tree)
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
                 raise WireError("the link was closed")
             if peer.is_gone:
                 raise self._inbox.lost(to)
             number = peer.num_sent
-            head, buffers = front.pack(parcel, tag, number, self._limit_bytes)
+            head, buffers = peer.packer.pack(tree, tag, number)
             peer.num_sent += 1
             try:
                 if not buffers:
@@ -328,21 +344,24 @@ class ZmqLink(Link):
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
         peer.num_received += 1
+        contents = [bytearray(data[start:end]) for _, start, end in read.small]
+        if not read.behind:
+            self._inbox.deliver_whole(peer.rank, read, contents)
+            return
+        piece = self._next()
+        if read.sizes == [len(piece)]:
+            self._inbox.deliver_whole(peer.rank, read, [piece.buffer])  # zmq's memory is ours now
+            return
         arrival = self._inbox.arrive(peer.rank, read)
-        for number, start, end in read.small:
-            arrival.take(number, bytearray(data[start:end]))
-        if behind := read.behind:
-            piece = self._next()
-            if len(behind) == 1 and read.slots[behind[0]].size_bytes == len(piece) > 0:
-                arrival.take(behind[0], piece.buffer)  # where zmq put it is where it stays
-            else:
-                places = [p for number in behind for p in cut(arrival.room(number))]
-                peer.pieces = list(enumerate(places))[::-1]
-                fill(peer.pieces.pop()[1], piece)
-                if peer.pieces:
-                    peer.arrival = arrival
-                    return
-        self._inbox.deliver(arrival)
+        for (number, _, _), content in zip(read.small, contents, strict=True):
+            arrival.take(number, content)
+        places = [p for number in read.behind for p in cut(arrival.room(number))]
+        peer.pieces = list(enumerate(places))[::-1]
+        fill(peer.pieces.pop()[1], piece)
+        if peer.pieces:
+            peer.arrival = arrival
+        else:
+            self._inbox.deliver(arrival)
 
     def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> None:
         sign, reason = frame.bytes, ""

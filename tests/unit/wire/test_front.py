@@ -23,11 +23,12 @@ from shoal.wire.front import (
     MAX_SMALL_BYTES,
     SMALL_BYTES,
     FrontReader,
+    Packer,
     pack,
 )
 from shoal.wire.header import DEFAULT_LIMIT_BYTES, MAX_HEADER_BYTES
 from shoal.wire.inbox import Inbox
-from shoal.wire.tree import memory_of, take_apart, view_of
+from shoal.wire.tree import Tree, memory_of, take_apart, view_of
 
 PEER = 1
 FUZZ_FRAMES = 100_000
@@ -298,3 +299,36 @@ def test_mutated_fronts_never_crash_hang_or_allocate() -> None:
             inbox = Inbox(1.0)
         assert time.monotonic() - begun < FUZZ_LIMIT_S, "took too long: some front is slow"
     assert refused > FUZZ_FRAMES // 2
+
+
+def test_a_packer_remembers_layouts_not_contents() -> None:
+    packer = Packer(DEFAULT_LIMIT_BYTES)
+    trees: list[Tree] = [
+        {"x": torch.zeros(3), "on": True},
+        {"x": torch.ones(3), "on": True},
+        {"x": torch.ones(3), "on": False},
+        {"y": torch.ones(3), "on": True},
+        {"x": torch.ones(3, dtype=torch.int32), "on": True},
+        {"x": torch.ones(1, 3), "on": True},
+        {"x": torch.ones(3, 2).T[0], "on": True},
+        {"x": torch.ones(3, requires_grad=True), "on": True},
+        [torch.zeros(3), 1],
+        [torch.zeros(3), 2],
+        [torch.zeros(3), None],
+        (torch.zeros(3), None),
+        [torch.zeros(100_000), torch.ones(2)],
+        [torch.ones(100_000)],
+        {1: torch.ones(2)},
+        {True: torch.ones(2)},
+    ]
+    for number, tree in enumerate(trees * 3):
+        expected = pack(take_apart(tree), "t", number, DEFAULT_LIMIT_BYTES)
+        head, behind = packer.pack(tree, "t", number)
+        assert head == expected[0]
+        assert len(behind) == len(expected[1])
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(behind, expected[1], strict=True))
+    assert packer.pack(trees[0], "t", 0) != packer.pack(trees[0], "u", 0)
+    endless: list[Tree] = []
+    endless.append(endless)
+    with pytest.raises(WireError, match="nested"):
+        packer.pack(endless, "t", 0)

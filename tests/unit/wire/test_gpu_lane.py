@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.wire.dist_link import DistLink
+from shoal.wire.front import Packer
 from shoal.wire.gpu_lane import GpuLane
+from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.zmq_link import ZmqLink
 
 SOON_S = 30.0
@@ -101,10 +103,9 @@ def test_a_rank_that_has_none_refuses(
         link.connect([each.card for each in made])
     for link in made:
         link.settle()
-    from shoal.wire import zmq_link
-
-    take_apart = zmq_link.take_apart
-    monkeypatch.setattr(zmq_link, "take_apart", lambda tree: take_apart(tree, lambda t: True))
+    monkeypatch.setattr(
+        made[0]._peers[1], "packer", Packer(DEFAULT_LIMIT_BYTES, stays=lambda t: True)
+    )
     made[0].send(torch.zeros(100_000), to=1)
     with pytest.raises(Exception, match="for a GPU"):
         made[1].recv(0)
