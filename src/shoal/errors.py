@@ -6,6 +6,7 @@ ShoalError
  ├── KeyFileError      a key file is missing, open to others or not what it claims to be
  ├── DataError         a data file is missing, cut short or not what it claims to be
  ├── StorageError      the run folder cannot be written
+ ├── ModelError        a model cannot be cut into stages; every fault at once
  ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
  ├── WireError         a message cannot be sent, or what came is not a message
  ├── PeerLost          another rank died, froze or left
@@ -58,6 +59,20 @@ class DataError(ShoalError):
 
 class StorageError(ShoalError):
     """The run folder cannot be written."""
+
+
+class ModelError(ShoalError):
+    """A model cannot be cut into stages, or not so. Raised before anything moves."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, faults: Sequence[str] | str) -> None:
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__(
+            self.faults[0]
+            if len(self.faults) == 1
+            else "\n".join(f"- {fault}" for fault in self.faults)
+        )
 
 
 class SyncError(ShoalError):
