@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         DataError,
         KeyFileError,
         MeetingError,
+        ModelError,
         PeerLost,
         RunFailed,
         SettingsError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from shoal.joined import JoinedCrew, join
+    from shoal.pipeline.layers import Layer
 
 __version__ = VERSION
 
@@ -33,11 +35,13 @@ __version__ = VERSION
 _HOMES = {
     "join": "shoal.joined",
     "JoinedCrew": "shoal.joined",
+    "Layer": "shoal.pipeline.layers",
     "ShoalError": "shoal.errors",
     "SettingsError": "shoal.errors",
     "MeetingError": "shoal.errors",
     "KeyFileError": "shoal.errors",
     "DataError": "shoal.errors",
+    "ModelError": "shoal.errors",
     "StorageError": "shoal.errors",
     "SyncError": "shoal.errors",
     "WireError": "shoal.errors",
@@ -49,7 +53,9 @@ __all__ = [
     "DataError",
     "JoinedCrew",
     "KeyFileError",
+    "Layer",
     "MeetingError",
+    "ModelError",
     "PeerLost",
     "RunFailed",
     "SettingsError",

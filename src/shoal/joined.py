@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
+from shoal.errors import SettingsError
+from shoal.pipeline.build import Model
+from shoal.pipeline.pipeline import Loss as PipelineLoss
+from shoal.pipeline.pipeline import Pipeline, Plan, plan_faults
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import find_way
 from shoal.replicate import Replica, replicate
+from shoal.replicate.averages import stage_averages
 from shoal.replicate.replica import BUCKET_BYTES
 from shoal.report.waiting import waiting_line
 from shoal.train.evaluate import Loss, evaluate
@@ -23,6 +29,7 @@ from shoal.version import VERSION
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import Link
 from shoal.wire.open_link import LinkSettings, open_link
+from shoal.wire.tree import Tree
 
 
 def join(
@@ -143,6 +150,68 @@ class JoinedCrew(Crew):
         self._links.append(link)
         return link
 
+    def pipeline(
+        self,
+        model: Model,
+        *,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        transport: str = "zmq",
+        cuts: Sequence[str] | None = None,
+        loss: PipelineLoss | None = None,
+        reduction: str = "mean",
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        clip_norm: float | None = None,
+        sync: str = "all-reduce",
+        inputs: Sequence[str] | None = None,
+        example: Tree = None,
+        seed: int = 0,
+        link: Link | None = None,
+        **optimizer_options: Any,
+    ) -> JoinedPipeline:
+        """Spread a model over `stages` ranks; with more ranks, over several replicas.
+
+        model: a module that torch.fx can read, an nn.Sequential, a list of `shoal.Layer`; or what
+            makes one, which is called on the meta device: each rank holds its own stage only.
+        stages: default: as many as there are ranks.
+        microbatches: default: twice the stages; 1 with `sequential`.
+        cuts: modules that stages 1, 2, ... begin with. Default: where the slowest stage is fastest,
+            by a short profile with `example`, or else with the first batch.
+        reduction: what the loss is over a batch: the `mean` of its samples or their `sum`.
+        clip_norm: gradients of all stages together are scaled down to this norm.
+        sync: how replicas agree on gradients.
+        inputs: names of the inputs of `forward` that come with every batch.
+        """
+        num_stages = self.size if stages is None else stages
+        plan = Plan(
+            stages=num_stages,
+            schedule=schedule,
+            microbatches=(1 if schedule == "sequential" else 2 * num_stages)
+            if microbatches is None
+            else microbatches,
+            cuts=cuts,
+            loss=loss,
+            reduction=reduction,
+            optimizer=optimizer,
+            optimizer_options=optimizer_options,
+            clip_norm=clip_norm,
+            inputs=inputs,
+            seed=seed,
+        )
+        if faults := plan_faults(plan, self.size):
+            raise SettingsError(faults)
+        pipe = JoinedPipeline(
+            model,
+            self,
+            link or self.link(transport),
+            plan,
+            example=example,
+            averages=stage_averages(self, plan.stages, sync),
+        )
+        self._resources.callback(pipe.close)
+        return pipe
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave together; or, after an error, alone and at once, telling the others why."""
         if error is not None:
@@ -154,3 +223,28 @@ class JoinedCrew(Crew):
         """On rank 0 only."""
         if self.rank == 0:
             builtins.print(*values, flush=True)
+
+
+class JoinedPipeline(Pipeline):
+    """A pipeline as a script sees it."""
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate_fn: Collate | None = None,
+    ) -> Loader:
+        """This replica's share of each global batch, on all of its stages the same samples."""
+        return Loader(
+            dataset,
+            self.place,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+        )

@@ -16,6 +16,21 @@ class Layout:
     def num_ranks(self) -> int:
         return self.replicas * self.stages
 
+    def replica_of(self, rank: int) -> int:
+        """The stages of a replica are neighbours: they talk more than the replicas do."""
+        return rank // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        return rank % self.stages
+
+    def ranks_of_replica(self, replica: int) -> list[int]:
+        """Its stages, in order."""
+        return list(range(replica * self.stages, (replica + 1) * self.stages))
+
+    def ranks_of_stage(self, stage: int) -> list[int]:
+        """That stage of every replica: the ranks with the same weights."""
+        return list(range(stage, self.num_ranks, self.stages))
+
 
 @dataclass(frozen=True)
 class Share:

@@ -290,7 +290,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     groups: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(str(tensor.dtype), []).append(tensor)
@@ -303,7 +303,7 @@ class CopyFromRank0:
     def __init__(self, tensors: Iterable[torch.Tensor], crew: Crew) -> None:
         self._crew = crew
         self._parts: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
-        for group in _by_dtype(tensors):
+        for group in by_dtype(tensors):
             flat = torch.cat([t.detach().reshape(-1) for t in group])
             work = dist.broadcast(flat, 0, async_op=True)
             assert work is not None

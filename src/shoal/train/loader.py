@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from shoal.crew import Crew
 from shoal.errors import SettingsError
-from shoal.layout import share
+from shoal.layout import Share, share
 from shoal.train.order import sample_order
+
+
+class Sharer(Protocol):
+    """Who shares global batches out: a crew of replicas, or a pipeline's replica among others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    share: Share | None
+
 
 Collate = Callable[[list[Any]], Any]
 
@@ -27,7 +36,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        crew: Crew,
+        crew: Sharer,
         *,
         batch_size: int,
         shuffle: bool = True,

@@ -1,0 +1,87 @@
+"""From a model to this rank's stage of it: read, cut, and given the weights of rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import ModelError
+from shoal.pipeline.graph import Graph
+from shoal.pipeline.layers import model_of
+
+Model = nn.Module | Sequence[Any] | Callable[[], Any]
+"""A module, a list of layers, or what makes one of them."""
+
+
+def as_module(model: Model) -> nn.Module:
+    """A callable is called on the meta device: the whole model need not fit here."""
+    if isinstance(model, nn.Module):
+        return model
+    if callable(model):
+        with torch.device("meta"):
+            made = model()
+        if not isinstance(made, nn.Module | list | tuple):
+            raise ModelError(
+                f"{getattr(model, '__name__', model)} gave a {type(made).__name__}; it must give "
+                "an nn.Module or a list of layers."
+            )
+        with torch.device("meta"):
+            return as_module(made)
+    return model_of(model)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+def outline(graph: Graph) -> list[str]:
+    """What must be the same on every rank for cuts to mean the same."""
+    tensors = [
+        f"{n} {str(t.dtype)[6:]} {tuple(t.shape)}" for n, t in graph.model.state_dict().items()
+    ]
+    steps = [f"{node.op} {node.name}" for node in graph.nodes()]
+    digest = hashlib.sha256("\n".join(steps).encode()).hexdigest()[:16]
+    return [f"steps {digest}", *tensors]
+
+
+def check_stages(graph: Graph, num_stages: int) -> None:
+    num_units = len(graph.units)
+    if num_stages > num_units:
+        raise ModelError(
+            f"{num_stages} stages for a model of {num_units} steps "
+            f"({', '.join(graph.units[:10])}): every stage needs at least one."
+        )
+
+
+def materialise(module: nn.Module, seed: int, device: torch.device) -> None:
+    """Give a module that is on the meta device memory and initial weights, in place.
+
+    Each layer begins with its own `reset_parameters`, from a seed made of `seed` and its name, so
+    that the weights do not depend on where the model is cut.
+    """
+    faults = []
+    for name, layer in module.named_modules():
+        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if not any(t.is_meta for t in own):
+            continue
+        layer.to_empty(device=device, recurse=False)
+        reset = getattr(layer, "reset_parameters", None) or getattr(
+            layer, "_reset_parameters", None
+        )
+        if reset is None:
+            faults.append(
+                f"{name or type(module).__name__} ({type(layer).__name__}) has no "
+                "reset_parameters(), so nothing says what its parameters begin with. Write one, or "
+                "give the model itself instead of what makes it."
+            )
+            continue
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:7]))
+            reset()
+    if faults:
+        raise ModelError(faults)

@@ -1,0 +1,212 @@
+"""A model as a row of units: what can be cut where, and which values cross the cuts.
+
+A unit is one step of the computation: a call of a module, a function, a method. The row is in the
+order in which the model itself computes. A stage is a stretch of the row.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from shoal.errors import ModelError
+from shoal.pipeline.trace import trace
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model that has been read, in both of its modes."""
+
+    model: nn.Module
+    training: fx.Graph
+    evaluating: fx.Graph
+    inputs: list[str]
+    """Names of the model's inputs."""
+    units: list[str]
+    """Names of the steps, in order; the same in both modes."""
+
+    def nodes(self) -> list[fx.Node]:
+        """Of the units."""
+        return [node for node in self.training.nodes if _is_unit(node)]
+
+    def users(self) -> dict[str, list[int]]:
+        """By value: the units that use it; `len(units)` stands for the model's output."""
+        number = {name: i for i, name in enumerate(self.units)}
+        found: dict[str, list[int]] = {}
+        for node in self.training.nodes:
+            if node.op == "placeholder" or _is_unit(node):
+                uses = {number.get(user.name, len(self.units)) for user in node.users}
+                found[node.name] = sorted(uses)
+        return found
+
+
+def _is_unit(node: fx.Node) -> bool:
+    return node.op in ("call_module", "call_function", "call_method")
+
+
+def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
+    """Raises ModelError if the model cannot be read."""
+    was_training = {module: module.training for module in model.modules()}
+    try:
+        training = trace(model.train(), inputs)
+        evaluating = trace(model.eval(), inputs)
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode
+    steps = [[(n.name, n.op, n.target) for n in g.nodes] for g in (training, evaluating)]
+    if steps[0] != steps[1]:
+        raise ModelError(
+            f"{type(model).__name__}.forward takes other steps in eval() than in train(); a model "
+            "can be cut only where they are the same. Ways out: put the part that depends on "
+            "self.training into an nn.Module of its own that torch.fx keeps whole, or use "
+            "nn.Dropout and its like instead of asking self.training."
+        )
+    return Graph(
+        model,
+        training,
+        evaluating,
+        [str(node.name) for node in training.nodes if node.op == "placeholder"],
+        [node.name for node in training.nodes if _is_unit(node)],
+    )
+
+
+# -- cuts by name ----------------------------------------------------------------------------------
+
+
+def unit_of(graph: Graph, name: str) -> int | None:
+    """The unit that module `name` begins with."""
+    for number, node in enumerate(graph.nodes()):
+        stack = node.meta.get("nn_module_stack", {})
+        inside = [str(path) for path, _ in stack.values()]
+        if node.op == "call_module":
+            inside.append(str(node.target))
+        if any(path == name or path.startswith(f"{name}.") for path in inside):
+            return number
+        if node.name == name:
+            return number
+    return None
+
+
+def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
+    """The units that stages 1, 2, ... begin with, of the names that the user gave."""
+    known = [name for name, _ in graph.model.named_modules() if name]
+    faults = []
+    cuts: list[int] = []
+    for name in names:
+        number = unit_of(graph, name)
+        if number is None:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            has = ", ".join(known[:30]) + (", ..." if len(known) > 30 else "")
+            faults.append(
+                f"--cut {name}: the model has no module of that name.{hint} It has: {has}."
+            )
+        elif number == 0:
+            faults.append(f"--cut {name}: is where the model begins; a cut comes before a module.")
+        elif cuts and number <= cuts[-1]:
+            faults.append(f"--cut {name}: comes no later than the cut before it.")
+        else:
+            cuts.append(number)
+    if len(names) != num_stages - 1:
+        faults.append(
+            f"{num_stages} stages need {num_stages - 1} cuts; {len(names)} given: "
+            f"{', '.join(names) or 'none'}."
+        )
+    if faults:
+        raise ModelError(faults)
+    return cuts
+
+
+# -- what must stay together -----------------------------------------------------------------------
+
+
+def tensors_used(graph: Graph) -> list[set[int]]:
+    """Of each unit: the parameters and buffers that it uses, by id."""
+    found = []
+    for node in graph.nodes():
+        used: set[int] = set()
+        if node.op == "call_module":
+            module = graph.model.get_submodule(str(node.target))
+            used |= {id(t) for t in [*module.parameters(), *module.buffers()]}
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                used.add(id(attribute(graph.model, str(source.target))))
+        found.append(used)
+    return found
+
+
+def attribute(model: nn.Module, path: str) -> object:
+    """The parameter or buffer at `path`."""
+    where, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(where), name)
+
+
+def shared(graph: Graph) -> list[tuple[int, int]]:
+    """Pairs of units that use the same parameters, and so must be in one stage."""
+    last: dict[int, int] = {}
+    pairs = []
+    for number, used in enumerate(tensors_used(graph)):
+        for each in used:
+            if each in last:
+                pairs.append((last[each], number))
+            last[each] = number
+    return sorted(set(pairs))
+
+
+def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
+    """Raises ModelError if a cut parts what shares parameters."""
+    faults = []
+    for a, b in shared(graph):
+        between = [cut for cut in cuts if a < cut <= b]
+        if between:
+            faults.append(
+                f"{graph.units[a]} and {graph.units[b]} share parameters, and the cut at "
+                f"{graph.units[between[0]]} would part them. Cut elsewhere: before the first or "
+                "after the last of them."
+            )
+    if faults:
+        raise ModelError(faults)
+
+
+# -- steps that change what they are given ---------------------------------------------------------
+
+
+def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
+    """Whether a step overwrites its input, as ReLU(inplace=True) does."""
+    target = node.target
+    if node.op == "call_module":
+        return bool(getattr(model.get_submodule(str(target)), "inplace", False))
+    if node.op == "call_method":
+        return str(target).endswith("_") and not str(target).endswith("__")
+    if getattr(target, "__module__", "") == "_operator":
+        return getattr(target, "__name__", "") in _OPERATORS_IN_PLACE
+    return bool(node.kwargs.get("inplace"))
+
+
+_OPERATORS_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")}
+
+
+def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
+    """Raises ModelError where a step changes what a later stage still uses: it could not see it."""
+    number = {name: i for i, name in enumerate(graph.units)}
+    users = graph.users()
+    faults = []
+    for node in graph.nodes():
+        if not changes_in_place(node, graph.model):
+            continue
+        here = number[node.name]
+        for source in node.all_input_nodes[:1]:
+            later = [user for user in users.get(source.name, []) if user > here]
+            made = number.get(source.name, -1)
+            if any(made < cut <= user for cut in cuts for user in [here, *later]) and later:
+                user = [*graph.units, "the output"][later[0]]
+                faults.append(
+                    f"{node.name} changes {source.name} in place, and {user} uses {source.name} "
+                    "later; with a cut between them it would not see the change. Use inplace=False "
+                    "there."
+                )
+    if faults:
+        raise ModelError(faults)

@@ -1,0 +1,496 @@
+"""A model that is spread over stages, as every rank sees it.
+
+    pipe = crew.pipeline(Net(), stages=2, schedule="1f1b", microbatches=8,
+                         loss=F.cross_entropy, optimizer=torch.optim.SGD, lr=0.01)
+    loss = pipe.step(x, y)
+
+Every rank makes the same calls. A step is announced by stage 0, which has the batch, and ends with
+the loss, which comes from the last stage; between them everything follows the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from shoal.crew import Crew
+from shoal.errors import ModelError, SettingsError
+from shoal.layout import Layout, Share
+from shoal.pipeline import micro_batches
+from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, materialise, outline
+from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, read
+from shoal.pipeline.partition import Costs
+from shoal.pipeline.profile import choose_cuts
+from shoal.pipeline.replicas import Alone, Averages
+from shoal.pipeline.routes import Routes, route
+from shoal.pipeline.runner import Runner
+from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
+from shoal.pipeline.stage import Stage
+from shoal.pipeline.timeline import Timeline
+from shoal.wire.link import Link
+from shoal.wire.tree import Tree
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is to be spread and trained."""
+
+    stages: int
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    cuts: Sequence[str] | None = None
+    """Modules that stages 1, 2, ... begin with. None: where it is best, by a short profile."""
+    loss: Loss | None = None
+    reduction: str = "mean"
+    """What the loss is over the samples of a batch: their `mean` or their `sum`."""
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+    """Gradients of all stages together are scaled down to this norm."""
+    inputs: Sequence[str] | None = None
+    """Names of the inputs of `forward` that come with every batch. Default: the required ones."""
+    seed: int = 0
+    """Where the model is made here: what its weights begin with."""
+
+
+@dataclass
+class ReplicaPlace:
+    """A replica among its like, as a loader sees it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    share: Share | None = None
+    """This replica's part of the global batch; its loader sets it."""
+
+
+class Pipeline:
+    """One replica's stages, seen from one of them."""
+
+    def __init__(
+        self,
+        model: Model,
+        crew: Crew,
+        link: Link,
+        plan: Plan,
+        *,
+        costs: Costs | None = None,
+        averages: Averages | None = None,
+        example: Tree = None,
+    ) -> None:
+        if faults := plan_faults(plan, crew.size):
+            raise SettingsError(faults)
+        self.plan = plan
+        self.layout = Layout(replicas=crew.size // plan.stages, stages=plan.stages)
+        self.replica = self.layout.replica_of(crew.rank)
+        self.stage_number = self.layout.stage_of(crew.rank)
+        self.place = ReplicaPlace(self.replica, self.layout.replicas, crew.device)
+        self.timeline = Timeline()
+        self._crew = crew
+        self._link = link
+        self._costs = costs or Costs()
+        self._averages = averages or Alone()
+        self._ranks = self.layout.ranks_of_replica(self.replica)
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._is_training = True
+        self._num_begun = 0
+        self._graph: Graph | None = None
+        self._stage: Stage | None = None
+
+        self._is_own_init = not isinstance(model, nn.Module) and callable(model)
+        module = as_module(model)
+        graph = read(module, plan.inputs)
+        check_stages(graph, plan.stages)
+        crew.agree("the model", outline(graph))
+        self._names = list(module.state_dict())
+        self._graph = graph
+        if plan.cuts is not None:
+            self._build(cuts_at(graph, plan.cuts, plan.stages))
+        elif plan.stages == 1 or example is not None:
+            self.prepare(example)
+
+    # -- building ----------------------------------------------------------------------------------
+
+    def prepare(self, x: Tree) -> None:
+        """Decide where to cut, by a profile with `x`, unless that has been decided."""
+        if self._stage is not None:
+            return
+        graph = self._graph
+        assert graph is not None
+        cuts: list[int] | None = None
+        fault = ""
+        if self._crew.rank == 0 and self.plan.stages > 1:
+            try:
+                cuts = choose_cuts(graph, self._example(x), self.plan.stages, self._costs)
+            except ModelError as error:
+                fault = str(error)
+        chosen, fault = self._crew.exchange("the cuts", [cuts, fault])[0]
+        if fault:
+            raise ModelError(fault)
+        self._build(chosen or [])
+
+    def _example(self, x: Tree) -> dict[str, Tree]:
+        """The first micro-batch of a batch."""
+        named = self._named_inputs(x)
+        parts = self._parts(micro_batches.num_samples(named, "x"))
+        first: dict[str, Tree] = micro_batches.split(named, parts)[0]
+        return first
+
+    def _build(self, cuts: list[int]) -> None:
+        graph = self._graph
+        assert graph is not None
+        self._crew.agree("the cuts", [graph.units[cut] for cut in cuts])
+        check_shared(graph, cuts)
+        check_in_place(graph, cuts)
+        self.routes: Routes = route(graph, cuts)
+        self.units = [
+            [graph.units[u] for u in self.routes.units_of(s)] for s in range(self.plan.stages)
+        ]
+        stage = Stage(graph, self.routes, self.stage_number)
+        self._inputs = graph.inputs
+        self._stray = _stray(graph, self.routes) if self.stage_number == 0 else {}
+        self._start_weights(graph, stage)
+        self._graph = None  # and with it the other stages' parameters
+        self._stage = stage
+        self._runner = Runner(stage, self.routes, self._link, self._ranks, self.timeline)
+        self._optimizer = self._make_optimizer()
+        self.train(self._is_training)
+
+    def _start_weights(self, graph: Graph, stage: Stage) -> None:
+        """Rank 0's on every rank; or, where each rank makes its own stage, of one seed."""
+        device = self._crew.device
+        if self._is_own_init and is_on_meta(graph.model):
+            materialise(stage.module, self.plan.seed, device)
+            return
+        stage.module.to(device)
+        if self._crew.rank == 0:
+            state = graph.model.state_dict()
+            for rank in range(1, self._crew.size):
+                names = self._crew_names(graph, self.layout.stage_of(rank))
+                self._link.send({name: state[name] for name in names}, rank, "weights")
+        else:
+            stage.module.load_state_dict(self._link.recv(0, "weights"))
+
+    def _crew_names(self, graph: Graph, stage: int) -> list[str]:
+        return list(Stage(graph, self.routes, stage).module.state_dict())
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | None:
+        if self.plan.optimizer is None:
+            return None
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        # A stage without parameters has an optimizer all the same: schedulers want one.
+        return self.plan.optimizer(
+            trainable or [nn.Parameter(torch.empty(0))], **self.plan.optimizer_options
+        )
+
+    @property
+    def stage(self) -> Stage:
+        if self._stage is None:
+            raise ModelError(
+                "The cuts are chosen by a profile with the first batch, so before the first step "
+                "there is no stage yet. Give cuts=, or example= (a batch of inputs), or call "
+                "pipe.prepare(x) first."
+            )
+        return self._stage
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.stage.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of this rank's parameters. Learning-rate schedulers take it, on every rank alike."""
+        stage = self.stage
+        if self._optimizer is None:
+            raise ModelError(f"stage {stage.number}: pipeline() was given no optimizer=.")
+        return self._optimizer
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's."""
+        return self.module.parameters()
+
+    def train(self, mode: bool = True) -> Self:
+        self._is_training = mode
+        if self._stage is not None:
+            self._stage.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def step(self, x: Tree = None, y: Tree = None) -> torch.Tensor:
+        """Forward, backward and update; the loss over the global batch, on every rank the same.
+
+        x matters in stage 0, y in the last one. Several inputs: a tuple, or a dict by name.
+        """
+        loss = self.backward(x, y)
+        self.update()
+        return loss
+
+    def backward(self, x: Tree = None, y: Tree = None, weight: float = 1.0) -> torch.Tensor:
+        """Forward and backward only: gradients add up until `update()`.
+
+        weight: of this batch, where several are to make one update.
+        """
+        if self.plan.loss is None:
+            raise ModelError("pipeline() was given no loss=, so there is nothing to go back from.")
+        self.prepare(x)
+        parts, inputs = self._begin("step", x)
+        total = torch.zeros((), device=self._crew.device)
+        counts = self._counts()
+        finish = None
+        if self.stage.is_last:
+            targets = self._targets(y, parts)
+
+            def finish(number: int, output: Any) -> torch.Tensor:
+                nonlocal total
+                loss = self.plan.loss(output, targets[number])  # type: ignore[misc]
+                total = total + loss.detach() * self._part_weight(parts[number])
+                scale = self._part_weight(parts[number]) * counts * weight
+                return loss if scale == 1.0 else loss * scale
+
+        with torch.enable_grad():
+            self._runner.run(self._schedule(self.plan.schedule, len(parts)), inputs, finish)
+        return self._announce_loss(total)
+
+    def update(self) -> None:
+        """Let the replicas agree, clip, and take the optimizer's step; gradients begin anew."""
+        optimizer = self.optimizer
+        with self.timeline.span("update"):
+            self._averages.average(self.module)
+            if self.plan.clip_norm is not None:
+                self.clip_grad_norm_(self.plan.clip_norm)
+            optimizer.step()
+            self.module.zero_grad()
+
+    def _part_weight(self, part: Share) -> float:
+        return part.size / part.total if self.plan.reduction == "mean" else 1.0
+
+    def _counts(self) -> float:
+        """How much this replica's mean counts, relative to others."""
+        if self.place.share is None or self.layout.replicas == 1:
+            return 1.0
+        if self.plan.reduction == "sum":
+            return float(self.layout.replicas) if self.place.share.size else 0.0
+        return self.place.share.weight_over_mean(self.layout.replicas)
+
+    def _begin(self, what: str, x: Tree) -> tuple[list[Share], list[dict[str, Tree]]]:
+        """Stage 0 tells the others what comes; the shares of the micro-batches."""
+        self._num_begun += 1
+        inputs: list[dict[str, Tree]] = []
+        if self.stage_number == 0:
+            named = self._named_inputs(x)
+            samples = micro_batches.num_samples(named, "x")
+            announced = [what, self._num_begun, samples, self._is_training]
+            for rank in self._ranks[1:]:
+                self._link.isend(announced, rank, "begin")
+            parts = self._parts(samples)
+            inputs = micro_batches.split(named, parts)
+        else:
+            announced = self._link.recv(self._ranks[0], "begin")
+            expected = [what, self._num_begun, announced[2], self._is_training]
+            if announced != expected:
+                raise ModelError(
+                    f"rank {self._crew.rank} does {_told(expected)}; rank {self._ranks[0]} does "
+                    f"{_told(announced)}. Every rank must make the same calls of the pipeline."
+                )
+            parts = self._parts(announced[2])
+        return parts, inputs
+
+    def _parts(self, samples: int) -> list[Share]:
+        count = 1 if self.plan.schedule == "sequential" else self.plan.microbatches
+        return micro_batches.shares(samples, count)
+
+    def _named_inputs(self, x: Tree) -> dict[str, Tree]:
+        names = self._graph.inputs if self._graph is not None else self._inputs
+        if isinstance(x, dict) and set(x) == set(names):
+            return x
+        if isinstance(x, tuple | list) and len(x) == len(names):
+            return dict(zip(names, x, strict=True))
+        if len(names) == 1 and x is not None:
+            return {names[0]: x}
+        got = "nothing" if x is None else f"a {type(x).__name__}"
+        if isinstance(x, dict | tuple | list):
+            got += f" of {len(x)}"
+        raise ModelError(f"x: the model takes {', '.join(names)}; got {got}.")
+
+    def _targets(self, y: Tree, parts: Sequence[Share]) -> list[Tree]:
+        samples = micro_batches.num_samples(y, "y")
+        if samples != parts[0].total:
+            raise ModelError(
+                f"y has {samples} samples, x has {parts[0].total}: they must be of one batch."
+            )
+        return micro_batches.split(y, parts)
+
+    def _schedule(self, name: str, count: int) -> Schedule:
+        key = (name, count)
+        if key not in self._schedules:
+            num_stages = self.plan.stages
+            made = (
+                forward_only(num_stages, count)
+                if not name
+                else make_schedule(name, num_stages, count)
+            )
+            check_schedule(made)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def _announce_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """From every replica's last stage to all ranks; the mean over the global batch."""
+        sizes = [1] * self.layout.replicas
+        last = [
+            ranks[-1] for ranks in map(self.layout.ranks_of_replica, range(self.layout.replicas))
+        ]
+        mine: Tree = [loss, 1 if self.place.share is None else self.place.share.size]
+        if self.stage.is_last:
+            for rank in range(self._crew.size):
+                if rank != self._crew.rank:
+                    self._link.isend(mine, rank, "loss")
+        losses = []
+        with self.timeline.span("wait"):
+            for replica, rank in enumerate(last):
+                told = mine if rank == self._crew.rank else self._link.recv(rank, "loss")
+                losses.append(told[0])
+                sizes[replica] = told[1]
+        if len(losses) == 1:
+            only: torch.Tensor = losses[0]
+            return only
+        if self.plan.reduction == "sum":
+            return torch.stack(
+                [each for each, size in zip(losses, sizes, strict=True) if size]
+            ).sum()
+        weights = torch.tensor(sizes, dtype=losses[0].dtype) / sum(sizes)
+        return (torch.stack(losses) * weights).sum()
+
+    # -- inference ---------------------------------------------------------------------------------
+
+    def __call__(self, x: Tree = None) -> Tree:
+        """The model's output, on every rank; without gradients, and nothing is kept for them."""
+        self.prepare(x)
+        parts, inputs = self._begin("inference", x)
+        outputs: list[Tree] = []
+
+        def finish(number: int, output: Any) -> None:
+            outputs.append(output)
+
+        with torch.no_grad():
+            self._runner.run(self._schedule("", len(parts)), inputs, finish)
+            last = self._ranks[-1]
+            if not self.stage.is_last:
+                return self._link.recv(last, "output")
+            output = micro_batches.join(outputs)
+            for rank in self._ranks[:-1]:
+                self._link.send(output, rank, "output")
+            return output
+
+    # -- what is more than one rank's --------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of all stages so that together they have at most this norm.
+
+        Norms are put together in the order of the model's parameters, as one process does.
+        """
+        named = [(n, p.grad) for n, p in self.module.named_parameters() if p.grad is not None]
+        mine = {name: torch.linalg.vector_norm(grad) for name, grad in named}
+        norms = dict(mine)
+        others = [rank for rank in self._ranks if rank != self._crew.rank]
+        for rank in others:
+            self._link.isend(mine, rank, "norms")
+        for rank in others:
+            norms |= self._link.recv(rank, "norms")
+        order = [name for name in self._names if name in norms]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
+        gradients = [grad for _, grad in named]
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
+        return total
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole, on rank 0, as a plain model's; empty on the others."""
+        self.prepare(None)
+        if self.replica != 0:
+            return {}
+        mine = {**self._stray, **self.module.state_dict()}
+        if self._crew.rank != 0:
+            self._link.send(mine, 0, "state")
+            return {}
+        for rank in self._ranks[1:]:
+            mine |= self._link.recv(rank, "state")
+        return {name: mine[name] for name in self._names}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
+        """A whole state on rank 0; the others may give None."""
+        self.prepare(None)
+        names = list(self.module.state_dict())
+        wanted = self._crew.exchange("names of parameters", names)
+        if self._crew.rank != 0:
+            self.module.load_state_dict(self._link.recv(0, "state"))
+            return
+        missing = [name for name in self._names if name not in (state or {})]
+        if state is None or missing:
+            raise ModelError(
+                f"load_state_dict: rank 0 needs the whole state; missing: {missing[:5]}"
+            )
+        for rank in range(1, self._crew.size):
+            self._link.send({name: state[name] for name in wanted[rank]}, rank, "state")
+        self.module.load_state_dict({name: state[name] for name in names})
+        for name, tensor in self._stray.items():
+            tensor.copy_(state[name])
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._averages.close()
+
+
+def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
+    """Every fault that is visible in the values alone."""
+    found = []
+    if plan.stages < 1:
+        found.append(f"--stages {plan.stages}: must be at least 1.")
+    elif num_ranks % plan.stages:
+        more = plan.stages - num_ranks % plan.stages
+        found.append(
+            f"--stages {plan.stages}: {num_ranks} ranks are not a multiple of {plan.stages}, so "
+            f"replicas of {plan.stages} stages leave {num_ranks % plan.stages} without work. Use "
+            f"{num_ranks + more} ranks, or a number of stages that divides {num_ranks}."
+        )
+    if plan.microbatches < 1:
+        found.append(f"--microbatches {plan.microbatches}: must be at least 1.")
+    elif plan.schedule == "sequential" and plan.microbatches != 1:
+        found.append(
+            f"--microbatches {plan.microbatches}: `sequential` takes the batch whole. Use gpipe or "
+            "1f1b, or leave --microbatches out."
+        )
+    if plan.reduction not in ("mean", "sum"):
+        found.append(f"reduction={plan.reduction!r}: must be 'mean' or 'sum'.")
+    return found
+
+
+def _told(announced: Sequence[Any]) -> str:
+    what, number, _, training = announced
+    return f"{what} (call {number}, {'train' if training else 'eval'} mode)"
+
+
+def _stray(graph: Graph, routes: Routes) -> dict[str, torch.Tensor]:
+    """Parameters that no step uses: they belong to the model's state all the same."""
+    used: set[str] = set()
+    for stage in range(routes.num_stages):
+        used |= set(Stage(graph, routes, stage).module.state_dict())
+    return {name: t for name, t in graph.model.state_dict().items() if name not in used}

@@ -1,0 +1,25 @@
+"""How replicas of a stage agree on its gradients; the door to `replicate`, which is beside us."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+
+class Averages(Protocol):
+    """Replaces the gradients of a module by their mean over the replicas of its stage."""
+
+    def average(self, module: nn.Module) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """There is one replica."""
+
+    def average(self, module: nn.Module) -> None:
+        """Its gradients are the mean."""
+
+    def close(self) -> None:
+        """Nothing is held."""

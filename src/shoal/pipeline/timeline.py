@@ -1,0 +1,40 @@
+"""What a stage did when, so that its idle share can be seen and compared with the formula."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A stretch of time."""
+
+    kind: str
+    """`forward`, `backward`, `wait`, `send`, `update`."""
+    micro_batch: int
+    """-1 where it belongs to none."""
+    begun_s: float
+    ended_s: float
+
+
+class Timeline:
+    """The spans of the last steps; sums of all."""
+
+    def __init__(self, num_kept: int = 10_000) -> None:
+        self.spans: list[Span] = []
+        self.seconds: dict[str, float] = {}
+        self._num_kept = num_kept
+
+    @contextmanager
+    def span(self, kind: str, micro_batch: int = -1) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            if len(self.spans) >= self._num_kept:
+                del self.spans[: self._num_kept // 2]
+            self.spans.append(Span(kind, micro_batch, begun, ended))
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + ended - begun
