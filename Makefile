@@ -28,6 +28,7 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/data_parallel/run.py
 	$(BIN)/python benchmarks/wire/run.py
+	$(BIN)/python benchmarks/pipeline/run.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

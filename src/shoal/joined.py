@@ -22,6 +22,7 @@ from shoal.replicate import Replica, replicate
 from shoal.replicate.averages import stage_averages
 from shoal.replicate.replica import BUCKET_BYTES
 from shoal.report.waiting import waiting_line
+from shoal.settings import default_microbatches
 from shoal.train.evaluate import Loss, evaluate
 from shoal.train.loader import Collate, Loader
 from shoal.train.task import Means, loss_of
@@ -187,7 +188,7 @@ class JoinedCrew(Crew):
         plan = Plan(
             stages=num_stages,
             schedule=schedule,
-            microbatches=(1 if schedule == "sequential" else 2 * num_stages)
+            microbatches=default_microbatches(schedule, num_stages)
             if microbatches is None
             else microbatches,
             cuts=cuts,

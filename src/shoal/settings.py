@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ LINK_SYNCS = ("ring", "serial-ring")
 """Those that go from rank to rank, and so over any transport."""
 TRANSPORTS = ("dist", "zmq")
 OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("sequential", "gpipe", "1f1b")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S = 1e9
 """Thirty years. Clocks inside torch count nanoseconds and overflow at ten times that."""
@@ -38,6 +39,14 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How replicas are kept equal."""
     transport: str = "dist"
     """What carries messages from rank to rank."""
+    stages: int = 1
+    """Into how many the model is cut. More ranks than that are further replicas."""
+    schedule: str | None = None
+    """In which order stages work on micro-batches; None where there is one stage."""
+    microbatches: int = 1
+    """Into how many a replica's batch is cut."""
+    cuts: list[str] | None = None
+    """Modules that stages 1, 2, ... begin with. None: by a short profile."""
     key: str | None = None
     """The secret key's file, for zmq between machines. Default: the one of `shoal keygen`."""
     authorized_keys: str | None = None
@@ -96,14 +105,15 @@ def shared_settings(settings: TrainSettings) -> dict[str, str]:
     return {k: str(v) for k, v in values.items() if k not in LOCAL_FIELDS}
 
 
-def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
+def faults(settings: TrainSettings, num_ranks: int) -> list[str]:
     """Every fault that is visible in the values alone."""
     s = settings
-    found = []
+    found = _stage_faults(s, num_ranks)
+    num_replicas = max(1, num_ranks // max(1, s.stages))
     if 1 <= s.batch_size < num_replicas:
         found.append(
             f"--batch-size {s.batch_size}: the global batch is shared out over {num_replicas} "
-            f"ranks, so it must be at least {num_replicas}."
+            f"{'ranks' if s.stages == 1 else 'replicas'}, so it must be at least {num_replicas}."
         )
     for option, value in (
         ("--epochs", s.epochs),
@@ -126,7 +136,8 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
         )
     found += unknown("--sync", s.sync, SYNCS)
     found += unknown("--transport", s.transport, TRANSPORTS)
-    found += link_faults(s.sync, s.transport == "zmq")
+    if s.stages == 1:  # else zmq is for the stages, and syncs may use what they like
+        found += link_faults(s.sync, s.transport == "zmq")
     found += unknown("--optimizer", s.optimizer, OPTIMIZERS)
     found += unknown("--device", s.device, DEVICES)
     if s.name is not None and (not s.name or s.name in (".", "..") or "/" in s.name):
@@ -141,6 +152,65 @@ def faults(settings: TrainSettings, num_replicas: int) -> list[str]:
         if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
             found.append(f"--{field.replace('_', '-')} {value!a}: is not UTF-8 text.")
     return found
+
+
+def _stage_faults(s: TrainSettings, num_ranks: int) -> list[str]:
+    if s.stages != 1:
+        found = stage_faults(s.stages, num_ranks, s.schedule or "", s.microbatches, s.cuts)
+        return found + (unaveraged(s.sync) if num_ranks > s.stages else [])
+    given = {
+        "--schedule": s.schedule is not None,
+        "--microbatches": s.microbatches != 1,
+        "--cut": s.cuts is not None,
+    }
+    return [
+        f"{option}: is about stages, and there is one. Add --stages 2."
+        for option, is_given in given.items()
+        if is_given
+    ]
+
+
+def stage_faults(
+    stages: int, num_ranks: int, schedule: str, microbatches: int, cuts: Sequence[str] | None
+) -> list[str]:
+    """Every fault in how a model is cut and scheduled."""
+    if stages < 1:
+        return [f"--stages {stages}: must be at least 1."]
+    found = []
+    if left := num_ranks % stages:
+        fits = [str(n) for n in (num_ranks - left, num_ranks - left + stages) if n]
+        found.append(
+            f"--stages {stages}: {num_ranks} ranks do not make whole replicas of {stages} stages; "
+            f"{left} would be left over. Use {' or '.join(fits)} ranks."
+        )
+    found += unknown("--schedule", schedule, SCHEDULES)
+    if microbatches < 1:
+        found.append(f"--microbatches {microbatches}: must be at least 1.")
+    elif schedule == "sequential" and microbatches != 1:
+        found.append(
+            f"--microbatches {microbatches}: `sequential` takes the batch whole. Use gpipe or "
+            "1f1b, or leave --microbatches out."
+        )
+    if cuts is not None and len(cuts) != stages - 1:
+        found.append(
+            f"--cut: {stages} stages have {stages - 1} cuts between them; {len(cuts)} given "
+            f"({', '.join(cuts) or 'none'})."
+        )
+    return found
+
+
+def unaveraged(sync: str) -> list[str]:
+    """A fault where a sync cannot keep the replicas of a stage equal."""
+    if sync != "ddp":
+        return []
+    return [
+        "--sync ddp: DistributedDataParallel watches one backward pass in a step, and a pipeline "
+        "has one per micro-batch. Use all-reduce, which is what it does inside."
+    ]
+
+
+def default_microbatches(schedule: str, stages: int) -> int:
+    return 1 if schedule == "sequential" else 2 * stages
 
 
 def link_faults(sync: str, has_link: bool) -> list[str]:

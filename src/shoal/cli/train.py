@@ -20,7 +20,14 @@ from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_to
 from shoal.report import events
 from shoal.report.download_bar import DownloadBar
 from shoal.report.terminal import Terminal, own_stdout
-from shoal.settings import SYNCS, TrainSettings, cache_dir, threads_each
+from shoal.settings import (
+    SCHEDULES,
+    SYNCS,
+    TrainSettings,
+    cache_dir,
+    default_microbatches,
+    threads_each,
+)
 from shoal.train.check import check
 from shoal.train.data import catalog
 from shoal.train.models.catalog import MODELS
@@ -45,6 +52,26 @@ def train(
             help="What carries messages from rank to rank: dist (torch.distributed) or zmq."
         ),
     ] = DEFAULTS.transport,
+    stages: Annotated[
+        int, typer.Option(help="Cut the model into so many, each on a rank of its own.")
+    ] = DEFAULTS.stages,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help=f"In which order stages work: {', '.join(SCHEDULES)}. Default: {SCHEDULES[-1]}."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Cut each batch into so many. Default: twice the stages."),
+    ] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A module of the model that a stage begins with; once for each stage but the "
+            "first. Default: where the slowest stage is fastest, by a short profile."
+        ),
+    ] = None,
     key: Annotated[
         str | None,
         typer.Option(help="Secret key for zmq between machines. Default: that of `shoal keygen`."),
@@ -112,18 +139,30 @@ def train(
     ] = False,
     debug: Annotated[bool, typer.Option(help="Show tracebacks of shoal's own errors.")] = False,
 ) -> None:
-    """Train a model, data parallel, on ranks of this host or as one rank among several machines.
+    """Train a model on ranks of this host, or as one rank among several machines.
 
     shoal train --workers 4 --sync ring
 
+    shoal train --stages 2 --transport zmq
+
     shoal train --init tcp://192.168.0.1:23456 --rank 0 --world-size 2
     """
+    if stages > 1:
+        schedule = schedule or SCHEDULES[-1]
+        if microbatches is None:
+            microbatches = default_microbatches(schedule, stages)
+        if init is None and rank is None and world_size is None and find_way().kind == "alone":
+            workers = workers or stages
     settings = TrainSettings(
         model=model,
         data=data,
         data_dir=None if data_dir is None else str(Path(data_dir).absolute()),
-        sync=sync or ("ring" if transport == "zmq" else DEFAULTS.sync),
+        sync=sync or ("ring" if transport == "zmq" and stages == 1 else DEFAULTS.sync),
         transport=transport,
+        stages=stages,
+        schedule=schedule,
+        microbatches=1 if microbatches is None else microbatches,
+        cuts=cut and [name for each in cut for name in each.split(",")],
         key=key,
         authorized_keys=authorized_keys,
         insecure=insecure,
@@ -191,7 +230,7 @@ def _plan(
             ways = _several(first, workers or 1)
     except SettingsError as error:
         faults += error.faults
-    num_replicas = ways[0].size if ways else (world_size or workers or 1)
+    num_ranks = ways[0].size if ways else (world_size or workers or 1)
     if ways and ways[0].kind == "file" and Path(ways[0].path).is_dir():
         faults.append(
             f"--init file://{ways[0].path}: is a folder. Give the path of a file that does not "
@@ -202,7 +241,7 @@ def _plan(
             f"--interface {interface}: there is none of this name. This host has: "
             f"{describe_interfaces()}."
         )
-    faults += check(settings, num_replicas, keeps_folder=not ways or ways[0].rank == 0)
+    faults += check(settings, num_ranks, keeps_folder=not ways or ways[0].rank == 0)
     if faults:
         raise SettingsError(faults)
     return ways

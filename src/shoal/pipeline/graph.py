@@ -73,6 +73,13 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     )
 
 
+def modules_in(graph: Graph, units: range) -> list[str]:
+    """The model's own modules that are computed in these units; steps where there are none."""
+    nodes = graph.nodes()[units.start : units.stop]
+    names = [str(node.target) for node in nodes if node.op == "call_module"]
+    return list(dict.fromkeys(names)) or graph.units[units.start : units.stop]
+
+
 # -- cuts by name ----------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from shoal.errors import ModelError, SettingsError
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, materialise, outline
-from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, read
+from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.profile import choose_cuts
 from shoal.pipeline.replicas import Alone, Averages
@@ -32,10 +32,12 @@ from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
+from shoal.settings import stage_faults
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Watch = Callable[[torch.Tensor, Any, Any, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,10 @@ class Pipeline:
         self.stage_number = self.layout.stage_of(crew.rank)
         self.place = ReplicaPlace(self.replica, self.layout.replicas, crew.device)
         self.timeline = Timeline()
+        self.watch: Watch | None = None
+        """Told of every micro-batch in the last stage: its loss, output, target and samples."""
+        self.num_parameters = 0
+        """Of the whole model."""
         self._crew = crew
         self._link = link
         self._costs = costs or Costs()
@@ -110,6 +116,7 @@ class Pipeline:
         check_stages(graph, plan.stages)
         crew.agree("the model", outline(graph))
         self._names = list(module.state_dict())
+        self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
             self._build(cuts_at(graph, plan.cuts, plan.stages))
@@ -150,9 +157,11 @@ class Pipeline:
         check_shared(graph, cuts)
         check_in_place(graph, cuts)
         self.routes: Routes = route(graph, cuts)
-        self.units = [
-            [graph.units[u] for u in self.routes.units_of(s)] for s in range(self.plan.stages)
-        ]
+        stretches = [self.routes.units_of(stage) for stage in range(self.plan.stages)]
+        self.units = [graph.units[units.start : units.stop] for units in stretches]
+        """Of each stage: the steps that it computes."""
+        self.modules = [modules_in(graph, units) for units in stretches]
+        """Of each stage: names of the model's own modules."""
         stage = Stage(graph, self.routes, self.stage_number)
         self._inputs = graph.inputs
         self._stray = _stray(graph, self.routes) if self.stage_number == 0 else {}
@@ -199,6 +208,16 @@ class Pipeline:
                 "pipe.prepare(x) first."
             )
         return self._stage
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the model's last stage."""
+        return self.stage_number == self.plan.stages - 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload of gradients between replicas that this rank has sent so far."""
+        return self._averages.bytes_sent
 
     @property
     def module(self) -> nn.Module:
@@ -249,12 +268,14 @@ class Pipeline:
         total = torch.zeros((), device=self._crew.device)
         counts = self._counts()
         finish = None
-        if self.stage.is_last:
+        if self.is_last:
             targets = self._targets(y, parts)
 
             def finish(number: int, output: Any) -> torch.Tensor:
                 nonlocal total
                 loss = self.plan.loss(output, targets[number])  # type: ignore[misc]
+                if self.watch is not None:
+                    self.watch(loss, output, targets[number], parts[number].size)
                 total = total + loss.detach() * self._part_weight(parts[number])
                 scale = self._part_weight(parts[number]) * counts * weight
                 return loss if scale == 1.0 else loss * scale
@@ -352,7 +373,7 @@ class Pipeline:
             ranks[-1] for ranks in map(self.layout.ranks_of_replica, range(self.layout.replicas))
         ]
         mine: Tree = [loss, 1 if self.place.share is None else self.place.share.size]
-        if self.stage.is_last:
+        if self.is_last:
             for rank in range(self._crew.size):
                 if rank != self._crew.rank:
                     self._link.isend(mine, rank, "loss")
@@ -374,8 +395,11 @@ class Pipeline:
 
     # -- inference ---------------------------------------------------------------------------------
 
-    def __call__(self, x: Tree = None) -> Tree:
-        """The model's output, on every rank; without gradients, and nothing is kept for them."""
+    def __call__(self, x: Tree = None, *, everywhere: bool = True) -> Tree:
+        """The model's output, on every rank; without gradients, and nothing is kept for them.
+
+        everywhere: False leaves it in the last stage, and the others get None.
+        """
         self.prepare(x)
         parts, inputs = self._begin("inference", x)
         outputs: list[Tree] = []
@@ -385,13 +409,12 @@ class Pipeline:
 
         with torch.no_grad():
             self._runner.run(self._schedule("", len(parts)), inputs, finish)
-            last = self._ranks[-1]
-            if not self.stage.is_last:
-                return self._link.recv(last, "output")
-            output = micro_batches.join(outputs)
-            for rank in self._ranks[:-1]:
-                self._link.send(output, rank, "output")
-            return output
+        if not self.is_last:
+            return self._link.recv(self._ranks[-1], "output") if everywhere else None
+        output = micro_batches.join(outputs)
+        for rank in self._ranks[:-1] if everywhere else []:
+            self._link.send(output, rank, "output")
+        return output
 
     # -- what is more than one rank's --------------------------------------------------------------
 
@@ -461,23 +484,7 @@ class Pipeline:
 
 def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
     """Every fault that is visible in the values alone."""
-    found = []
-    if plan.stages < 1:
-        found.append(f"--stages {plan.stages}: must be at least 1.")
-    elif num_ranks % plan.stages:
-        more = plan.stages - num_ranks % plan.stages
-        found.append(
-            f"--stages {plan.stages}: {num_ranks} ranks are not a multiple of {plan.stages}, so "
-            f"replicas of {plan.stages} stages leave {num_ranks % plan.stages} without work. Use "
-            f"{num_ranks + more} ranks, or a number of stages that divides {num_ranks}."
-        )
-    if plan.microbatches < 1:
-        found.append(f"--microbatches {plan.microbatches}: must be at least 1.")
-    elif plan.schedule == "sequential" and plan.microbatches != 1:
-        found.append(
-            f"--microbatches {plan.microbatches}: `sequential` takes the batch whole. Use gpipe or "
-            "1f1b, or leave --microbatches out."
-        )
+    found = stage_faults(plan.stages, num_ranks, plan.schedule, plan.microbatches, plan.cuts)
     if plan.reduction not in ("mean", "sum"):
         found.append(f"reduction={plan.reduction!r}: must be 'mean' or 'sum'.")
     return found

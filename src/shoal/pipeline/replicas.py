@@ -10,6 +10,9 @@ from torch import nn
 class Averages(Protocol):
     """Replaces the gradients of a module by their mean over the replicas of its stage."""
 
+    @property
+    def bytes_sent(self) -> int: ...
+
     def average(self, module: nn.Module) -> None: ...
 
     def close(self) -> None: ...
@@ -17,6 +20,8 @@ class Averages(Protocol):
 
 class Alone:
     """There is one replica."""
+
+    bytes_sent = 0
 
     def average(self, module: nn.Module) -> None:
         """Its gradients are the mean."""

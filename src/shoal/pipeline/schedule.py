@@ -19,11 +19,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.errors import ModelError
-from shoal.settings import unknown
+from shoal.settings import SCHEDULES, unknown
 
 FORWARD = "F"
 BACKWARD = "B"
-SCHEDULES = ("sequential", "gpipe", "1f1b")
 
 _Waits = dict[int, tuple["Action", list["Action"]]]  # by stage: where it is, what it waits for
 

@@ -18,7 +18,7 @@ from shoal.layout import Layout
 from shoal.replicate.post import GroupPost, LinkPost
 from shoal.replicate.replica import SYNC_CLASSES, by_dtype
 from shoal.replicate.sync import Peers, Sync
-from shoal.settings import unknown
+from shoal.settings import unaveraged, unknown
 from shoal.wire.link import Link
 
 
@@ -26,12 +26,7 @@ def stage_averages(
     crew: Crew, num_stages: int, sync: str, link: Link | None = None
 ) -> StageAverages | None:
     """Between the replicas of this rank's stage; None where there is one. Every rank calls this."""
-    if faults := unknown("--sync", sync, SYNC_CLASSES):
-        if sync == "ddp":
-            faults = [
-                "--sync ddp: DistributedDataParallel watches one backward pass in a step, and a "
-                "pipeline has one per micro-batch. Use all-reduce, which is what it does inside."
-            ]
+    if faults := unaveraged(sync) or unknown("--sync", sync, SYNC_CLASSES):
         raise SettingsError(faults)
     layout = Layout(replicas=crew.size // num_stages, stages=num_stages)
     if layout.replicas == 1:

@@ -28,6 +28,11 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: str
     sync: str
     transport: str = "dist"
+    stages: int = 1
+    schedule: str | None = None
+    microbatches: int = 1
+    cut: list[str] = []
+    """The modules that stages 1, 2, ... begin with."""
     hosts: list[str]
     parameters: int
     batch_size: int
@@ -64,6 +69,9 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     replicas: int
     sync: str
     transport: str = "dist"
+    stages: int = 1
+    schedule: str | None = None
+    microbatches: int = 1
     largest_difference: float | None
     parameter: str
     tolerance: float

@@ -40,6 +40,21 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     stages: int
 
 
+class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of the model, on all replicas."""
+
+    stage: int
+    hosts: list[str]
+    """Of each replica."""
+    modules: list[str]
+    """Where it begins and ends, and what is between: names of the model's own modules."""
+    parameters: int
+    share: float
+    """Of the time that all stages compute."""
+    idle: float
+    """The part of its own time in which it waits for others."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """summary.json, and what `--json` prints."""
 
@@ -52,7 +67,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """How ranks talk: `dist` (torch.distributed); None for a crew of one."""
     schedule: str | None
     """In which order stages work; None where there is one stage."""
+    microbatches: int = 1
+    """Into how many a replica's batch is cut."""
     layout: LayoutRecord
+    stages: list[StageRecord] = []
+    """Where the model is cut; empty where it is not."""
     hosts: list[str]
     """The host of each rank."""
     parameters: int

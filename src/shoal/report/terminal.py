@@ -82,10 +82,9 @@ class Terminal(Closing):
             err.print(Text(rest))
 
     def _started(self, event: events.Started) -> None:
-        ranks = len(event.hosts)
         hosts = sorted(set(event.hosts))
-        replicas = "1 process" if ranks == 1 else f"{ranks} replicas, {_way(event)}"
         where = f" on {', '.join(hosts)}" if len(hosts) > 1 else ""
+        layout = _layout(event, len(event.hosts) // event.stages)
         self._console.print(
             Text.assemble(
                 (event.model, "bold"),
@@ -95,7 +94,7 @@ class Terminal(Closing):
             )
         )
         self._console.print(
-            f"{replicas}{where} · global batch {event.batch_size} · "
+            f"{layout}{where} · global batch {event.batch_size} · "
             f"{event.threads} thread{'s' if event.threads > 1 else ''} each\n"
         )
         self._console.print(Text(HEADER, style="dim"))
@@ -150,8 +149,7 @@ class Terminal(Closing):
         difference = event.largest_difference
         style = "bold green" if event.passed else "bold red"
         self._console.print(
-            f"{event.replicas} rank{'s' if event.replicas > 1 else ''}, {_way(event)}, against "
-            f"one process: "
+            f"{_layout(event, event.replicas)}, against one process: "
             f"{event.steps} step{'s' if event.steps > 1 else ''} on the same global batches, "
             f"{event.dtype}."
         )
@@ -230,6 +228,7 @@ def summary_lines(summary: Summary) -> list[str]:
     ]
     if summary.layout.replicas > 1:
         lines.append(f"{decimal(last.bytes_sent)} of gradients sent per epoch, all ranks together")
+    lines += stage_lines(summary)
     if last.train_loss is None:
         lines.append("the loss is not a finite number any more: try a smaller --lr")
     if summary.folder is not None:
@@ -241,6 +240,39 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _way(event: events.Started | events.Verified) -> str:
+def _layout(event: events.Started | events.Verified, replicas: int) -> str:
+    """How the model lies over the ranks, in words."""
     over = "" if event.transport == "dist" else f" over {event.transport}"
-    return f"sync {event.sync}{over}"
+    if event.stages == 1:
+        way = f"sync {event.sync}{over}"
+        return "1 process" if replicas == 1 else f"{replicas} replicas, {way}"
+    parts = "" if event.microbatches == 1 else f" × {event.microbatches} micro-batches"
+    stages = f"{event.stages} stages{over}, {event.schedule}{parts}"
+    return stages if replicas == 1 else f"{replicas} replicas (sync {event.sync}) of {stages}"
+
+
+def stage_lines(summary: Summary) -> list[str]:
+    """The cut: what is where, and how even it is."""
+    if not summary.stages:
+        return []
+    rows = [["stage", "host", "modules", "parameters", "time", "waiting"]]
+    for each in summary.stages:
+        rows.append(
+            [
+                str(each.stage),
+                ", ".join(sorted(set(each.hosts))),
+                ", ".join(each.modules),
+                f"{each.parameters:,}",
+                f"{each.share:.0%}",
+                f"{each.idle:.0%}",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "   ".join(
+            cell.rjust(width) if column in (0, 3, 4, 5) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -56,9 +56,16 @@ def build_data(settings: TrainSettings) -> Data:
 
 
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+    check_trainable(settings, model)
+    return optimizer_for(settings, [p for p in model.parameters() if p.requires_grad])
+
+
+def check_trainable(settings: TrainSettings, model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
         raise SettingsError([f"--model {settings.model}: has no parameter that can be trained."])
+
+
+def optimizer_for(settings: TrainSettings, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
     if settings.optimizer == "adam":

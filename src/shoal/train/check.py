@@ -15,12 +15,12 @@ from shoal.train.factory import factory_faults, is_factory
 from shoal.train.models.catalog import MODELS
 
 
-def check(settings: TrainSettings, num_replicas: int, keeps_folder: bool = True) -> list[str]:
-    """All faults of a run of `num_replicas` ranks, as far as this host can see them.
+def check(settings: TrainSettings, num_ranks: int, keeps_folder: bool = True) -> list[str]:
+    """All faults of a run of `num_ranks` ranks, as far as this host can see them.
 
     keeps_folder: rank 0 is on this host, and with it the run folder.
     """
-    found = values.faults(settings, num_replicas)
+    found = values.faults(settings, num_ranks)
     if is_factory(settings.model):
         found += factory_faults("--model", settings.model)
     else:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Every entry of the state dict, whole; tied weights are written once for each name."""
-    state = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+    state = {k: v.detach().cpu().contiguous().clone() for k, v in weights.items()}
     try:
         save_file(state, path, metadata={"format": "pt"})
     except SafetensorError as error:  # it wraps the system's error in a text

@@ -13,6 +13,7 @@ from shoal.crew import Crew
 from shoal.train.loader import Loader
 from shoal.train.task import Means, Tally, as_pair, loss_of, means
 
+EVALUATION_BATCH = 512
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
@@ -20,7 +21,7 @@ def evaluate(
     model: nn.Module,
     dataset: Dataset[Any],
     crew: Crew,
-    batch_size: int = 512,
+    batch_size: int = EVALUATION_BATCH,
     loss: Loss = loss_of,
 ) -> Means:
     """Mean loss and accuracy of `model` on `dataset`. Every rank must call this.

@@ -1,4 +1,4 @@
-"""The training loop: the one everybody knows, with the counting around it."""
+"""The training loop: epochs and steps, with the counting around them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 
 from shoal.crew import Crew
-from shoal.replicate import Replica
 from shoal.report.records import EpochRecord, StepRecord
 from shoal.settings import TrainSettings
 from shoal.train.data.load import Data
-from shoal.train.evaluate import evaluate
+from shoal.train.learner import Learner
 from shoal.train.loader import Loader
-from shoal.train.task import Tally, as_pair, loss_of, means
+from shoal.train.task import Tally, as_pair, means
 
 OnStep = Callable[[int, int, int], None]
 """Every step: the epoch, the step within it, and how many it has."""
@@ -23,8 +22,7 @@ OnEpoch = Callable[[EpochRecord], None]
 
 
 def train(
-    model: Replica,
-    optimizer: torch.optim.Optimizer,
+    learner: Learner,
     data: Data,
     crew: Crew,
     settings: TrainSettings,
@@ -33,24 +31,17 @@ def train(
     on_epoch: OnEpoch,
 ) -> list[EpochRecord]:
     """Train for the epochs asked for; records are the same on every rank."""
-    loader = Loader(data.train, crew, batch_size=settings.batch_size, seed=settings.seed)
+    loader = Loader(data.train, learner.sharer, batch_size=settings.batch_size, seed=settings.seed)
     tally = Tally(crew.device)
     records = []
     begun = time.perf_counter()
     for epoch in range(1, settings.epochs + 1):
         sums = torch.zeros(4, dtype=torch.float64, device=crew.device)
-        sent_before = model.bytes_sent
+        sent_before = learner.bytes_sent
         epoch_begun = time.perf_counter()
-        model.train()
+        learner.begin_epoch()
         for step, (x, y) in enumerate(map(as_pair, loader), start=1):
-            output = model(x)
-            loss = loss_of(output, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-            assert crew.share is not None
-            tally.add(loss, output, y, crew.share.size)
+            learner.step(x, y, tally)
             if step % settings.log_every == 0 or step == len(loader):
                 window = tally.total(crew)
                 sums += window
@@ -66,8 +57,8 @@ def train(
             on_step(epoch, step, len(loader))
         seconds = time.perf_counter() - epoch_begun
         trained = means(sums)
-        tested = evaluate(model, data.test, crew)
-        sent = torch.tensor([model.bytes_sent - sent_before], dtype=torch.int64)
+        tested = learner.evaluate(data.test)
+        sent = torch.tensor([learner.bytes_sent - sent_before], dtype=torch.int64)
         records.append(
             EpochRecord(
                 epoch=epoch,

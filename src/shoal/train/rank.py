@@ -11,9 +11,10 @@ import torch
 
 from shoal.crew import Crew
 from shoal.errors import EXIT_FAILED, EXIT_INTERRUPTED, PeerLost, ShoalError
+from shoal.pipeline.pipeline import Pipeline
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import Way
-from shoal.replicate import Replica, replicate
+from shoal.replicate import replicate
 from shoal.report.events import (
     Emit,
     EpochDone,
@@ -29,7 +30,9 @@ from shoal.settings import TrainSettings, shared_settings, threads_each
 from shoal.train.build import build_data, build_model, build_optimizer, num_samples
 from shoal.train.checkpoint import save_weights
 from shoal.train.data.load import Data
+from shoal.train.learner import Learner, PipelineLearner, ReplicaLearner
 from shoal.train.loop import train
+from shoal.train.spread import spread, stage_records
 from shoal.train.verify import verify
 from shoal.version import VERSION
 from shoal.wire.open_link import LinkSettings, open_link
@@ -72,17 +75,23 @@ def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -
     ) as crew:
         torch.set_num_threads(settings.threads or threads_each(crew.num_here))
         data = build_data(settings)
-        model = build_model(settings)
         with ExitStack() as stack:
             link = None
-            if settings.transport != "dist" and crew.size > 1:
+            if crew.size > 1 and (settings.transport != "dist" or settings.stages > 1):
                 link = stack.enter_context(open_link(crew, settings.transport, _of_link(settings)))
             if settings.verify:
-                emit(verify(model, data, crew, settings, link))
+                emit(verify(build_model(settings), data, crew, settings, link))
                 return 0
-            replica = replicate(model, crew, settings.sync, link=link)
-            stack.callback(replica.close)
-            train_and_keep(replica, data, crew, settings, emit)
+            if link is not None and settings.stages > 1:
+                # Nothing else refers to the whole model: of it, this rank keeps its own stage.
+                pipe = spread(build_model(settings), data.train, crew, link, settings)
+                stack.callback(pipe.close)
+                train_and_keep(PipelineLearner(pipe, crew), data, crew, settings, emit, pipe)
+            else:
+                replica = replicate(build_model(settings), crew, settings.sync, link=link)
+                stack.callback(replica.close)
+                learner = ReplicaLearner(replica, build_optimizer(settings, replica), crew)
+                train_and_keep(learner, data, crew, settings, emit)
     return 0
 
 
@@ -96,20 +105,28 @@ def _of_link(settings: TrainSettings) -> LinkSettings:
 
 
 def train_and_keep(
-    model: Replica, data: Data, crew: Crew, settings: TrainSettings, emit: Emit
+    learner: Learner,
+    data: Data,
+    crew: Crew,
+    settings: TrainSettings,
+    emit: Emit,
+    pipe: Pipeline | None = None,
 ) -> None:
+    """pipe: where the model is in stages, for what is told of them."""
     # From here on ranks may differ in chance (dropout), as samples do.
     torch.manual_seed(settings.seed + 1 + crew.rank)
-    optimizer = build_optimizer(settings, model)
-    num_parameters = sum(p.numel() for p in model.parameters())
     emit(
         Started(
             model=settings.model,
             data=settings.data,
             sync=settings.sync,
             transport=settings.transport,
+            stages=settings.stages,
+            schedule=settings.schedule,
+            microbatches=settings.microbatches,
+            cut=[] if pipe is None else [names[0] for names in pipe.modules[1:]],
             hosts=[h.host for h in crew.roster],
-            parameters=num_parameters,
+            parameters=learner.num_parameters,
             batch_size=settings.batch_size,
             train_samples=num_samples(data.train),
             test_samples=num_samples(data.test),
@@ -151,7 +168,8 @@ def train_and_keep(
         def on_epoch(record: EpochRecord) -> None:
             emit(EpochDone(record=record, epochs=settings.epochs))
 
-        records = train(model, optimizer, data, crew, settings, on_step, on_log, on_epoch)
+        records = train(learner, data, crew, settings, on_step, on_log, on_epoch)
+        weights = learner.weights()
         summary = Summary(
             model=settings.model,
             data=settings.data,
@@ -159,16 +177,18 @@ def train_and_keep(
             batch_size=settings.batch_size,
             sync=settings.sync,
             transport=settings.transport if crew.size > 1 else None,
-            schedule=None,
-            layout=LayoutRecord(replicas=crew.size, stages=1),
+            schedule=settings.schedule,
+            microbatches=settings.microbatches,
+            layout=LayoutRecord(replicas=crew.size // settings.stages, stages=settings.stages),
+            stages=[] if pipe is None else stage_records(pipe, crew),
             hosts=[h.host for h in crew.roster],
-            parameters=num_parameters,
+            parameters=learner.num_parameters,
             epochs=records,
             folder=None if folder is None else str(folder.path),
             shoal=VERSION,
             torch=str(torch.__version__),
         )
         if folder is not None:
-            folder.replace("model.safetensors", lambda path: save_weights(model, path))
+            folder.replace("model.safetensors", lambda path: save_weights(weights, path))
             folder.finish(summary)
     emit(Finished(summary=summary))

@@ -9,6 +9,7 @@ dropout compute in training depends on how a batch is shared out, by their natur
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from shoal.report.events import Verified
 from shoal.settings import TrainSettings
 from shoal.train.build import build_optimizer, num_samples
 from shoal.train.data.load import Data
-from shoal.train.loader import Loader
+from shoal.train.loader import Loader, Sharer
+from shoal.train.spread import spread
 from shoal.train.task import as_pair, loss_of
 from shoal.wire.link import Link
 
@@ -59,30 +61,73 @@ def verify(
     model = model.to(crew.device, dtype)
     alone = copy.deepcopy(model)
 
-    replica = replicate(model, crew, settings.sync, link=link)
-    steps = _take_steps(replica, samples, crew, settings, dtype)
-    if crew.rank == 0:
-        one: Any = _OneProcess(crew.device)
-        _take_steps(alone, samples, one, settings, dtype)
-    largest, name = _largest_difference(model, alone, crew)
+    if settings.stages > 1 and link is not None:
+        largest, name, steps = _in_stages(model, alone, samples, crew, link, settings, dtype)
+    else:
+        replica = replicate(model, crew, settings.sync, link=link)
+        steps = _take_steps(replica, samples, crew, settings, dtype)
+        if crew.rank == 0:
+            _take_steps(alone, samples, _OneProcess(crew.device), settings, dtype)
+        largest, name = _largest_difference(model, alone, crew)
+        replica.close()
     if largest > TOLERANCE[dtype]:
         notes.append(
             "a model that draws random numbers in forward(), such as F.dropout without "
             "training=self.training, cannot be compared"
         )
-    replica.close()
     return Verified(
         passed=largest <= TOLERANCE[dtype],
         steps=steps,
-        replicas=crew.size,
+        replicas=crew.size // settings.stages,
         sync=settings.sync,
         transport=settings.transport,
+        stages=settings.stages,
+        schedule=settings.schedule,
+        microbatches=settings.microbatches,
         largest_difference=largest if largest == largest else None,
         parameter=name,
         tolerance=TOLERANCE[dtype],
         dtype=str(dtype).removeprefix("torch."),
         notes=notes,
     )
+
+
+def _in_stages(
+    model: nn.Module,
+    alone: nn.Module,
+    samples: Subset[Any],
+    crew: Crew,
+    link: Link,
+    settings: TrainSettings,
+    dtype: torch.dtype,
+) -> tuple[float, str, int]:
+    """The same with the model in stages: every one is compared, of every replica."""
+    pipe = spread(model, samples, crew, link, settings, lambda x: _cast(x, dtype))
+    pipe.eval()
+    loader = Loader(samples, pipe.place, batch_size=settings.batch_size, seed=settings.seed)
+    for x, y in map(as_pair, loader):
+        pipe.step(_cast(x, dtype), _cast(y, dtype))
+    if crew.rank == 0:
+        _take_steps(alone, samples, _OneProcess(crew.device), settings, dtype)
+        for rank in range(1, crew.size):
+            link.send(alone.state_dict(), rank, "reference")
+        reference = alone.state_dict()
+    else:
+        reference = link.recv(0, "reference")
+    worst: list[Any] = [-1.0, ""]
+    with torch.no_grad():
+        for name, parameter in pipe.module.named_parameters():
+            difference = (
+                float((parameter - reference[name]).abs().max()) if parameter.numel() else 0
+            )
+            if difference > worst[0] or math.isnan(difference):
+                worst = [difference, name]
+    told = crew.exchange("differences", [repr(worst[0]), worst[1]])
+    largest, name = max(
+        ((float(d), n) for d, n in told), key=lambda pair: (pair[0] != pair[0], pair[0])
+    )
+    pipe.close()
+    return largest, name, len(loader)
 
 
 def _few_batches(dataset: Dataset[Any], batch_size: int) -> Subset[Any]:
@@ -108,7 +153,11 @@ def _runs_in_double(model: nn.Module, samples: Subset[Any]) -> bool:
 
 
 def _take_steps(
-    model: nn.Module, samples: Subset[Any], crew: Crew, settings: TrainSettings, dtype: torch.dtype
+    model: nn.Module,
+    samples: Subset[Any],
+    crew: Sharer,
+    settings: TrainSettings,
+    dtype: torch.dtype,
 ) -> int:
     optimizer = build_optimizer(settings, model)
     loader = Loader(samples, crew, batch_size=settings.batch_size, seed=settings.seed)
