@@ -247,8 +247,8 @@ class Race:
         for contestant in self._contestants:
             own = losses[contestant.name]
             exact = contestant.way.startswith("sequential")
-            wrong = [a != b if exact else abs(a / b - 1) > TOLERANCE for a, b in zip(own, expected)]
-            if len(own) != len(expected) or any(wrong):
+            pairs = zip(own, expected, strict=True)
+            if any(a != b if exact else abs(a / b - 1) > TOLERANCE for a, b in pairs):
                 raise SystemExit(f"{contestant.name} has learned {own}, local {expected}")
 
     def report(self) -> list[dict[str, Any]]:

@@ -167,6 +167,7 @@ class JoinedCrew(Crew):
         sync: str = "all-reduce",
         inputs: Sequence[str] | None = None,
         example: Tree = None,
+        memory_bytes: Sequence[int] | None = None,
         seed: int = 0,
         link: Link | None = None,
         **optimizer_options: Any,
@@ -183,6 +184,7 @@ class JoinedCrew(Crew):
         clip_norm: gradients of all stages together are scaled down to this norm.
         sync: how replicas agree on gradients.
         inputs: names of the inputs of `forward` that come with every batch.
+        memory_bytes: what each stage may hold. Default: what its host has free.
         """
         num_stages = self.size if stages is None else stages
         plan = Plan(
@@ -198,6 +200,7 @@ class JoinedCrew(Crew):
             optimizer_options=optimizer_options,
             clip_norm=clip_norm,
             inputs=inputs,
+            memory_bytes=memory_bytes,
             seed=seed,
         )
         if faults := plan_faults(plan, self.size):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -24,7 +24,7 @@ from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, materialise, outline
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
-from shoal.pipeline.partition import Costs
+from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.profile import choose_cuts
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -58,6 +58,8 @@ class Plan:
     """Gradients of all stages together are scaled down to this norm."""
     inputs: Sequence[str] | None = None
     """Names of the inputs of `forward` that come with every batch. Default: the required ones."""
+    memory_bytes: Sequence[int] | None = None
+    """What each stage may hold, where cuts are chosen. Default: what its host has free."""
     seed: int = 0
     """Where the model is made here: what its weights begin with."""
 
@@ -83,7 +85,6 @@ class Pipeline:
         link: Link,
         plan: Plan,
         *,
-        costs: Costs | None = None,
         averages: Averages | None = None,
         example: Tree = None,
     ) -> None:
@@ -101,7 +102,6 @@ class Pipeline:
         """Of the whole model."""
         self._crew = crew
         self._link = link
-        self._costs = costs or Costs()
         self._averages = averages or Alone()
         self._ranks = self.layout.ranks_of_replica(self.replica)
         self._schedules: dict[tuple[str, int], Schedule] = {}
@@ -133,9 +133,15 @@ class Pipeline:
         assert graph is not None
         cuts: list[int] | None = None
         fault = ""
+        costs = measure_costs(self._crew, self._link, self.layout)
+        if self.plan.memory_bytes is not None:
+            costs = replace(costs, memory_bytes=self.plan.memory_bytes)
         if self._crew.rank == 0 and self.plan.stages > 1:
             try:
-                cuts = choose_cuts(graph, self._example(x), self.plan.stages, self._costs)
+                plan = self.plan
+                full = make_schedule(plan.schedule, plan.stages, plan.microbatches)
+                alive = full.most_alive(0)
+                cuts = choose_cuts(graph, self._example(x), plan.stages, costs, alive)
             except ModelError as error:
                 fault = str(error)
         chosen, fault = self._crew.exchange("the cuts", [cuts, fault])[0]
@@ -329,8 +335,7 @@ class Pipeline:
         return parts, inputs
 
     def _parts(self, samples: int) -> list[Share]:
-        count = 1 if self.plan.schedule == "sequential" else self.plan.microbatches
-        return micro_batches.shares(samples, count)
+        return micro_batches.shares(samples, self.plan.microbatches)
 
     def _named_inputs(self, x: Tree) -> dict[str, Tree]:
         names = self._graph.inputs if self._graph is not None else self._inputs

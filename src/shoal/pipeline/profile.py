@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,16 @@ from shoal.wire.tree import Tree, tensors_of, with_tensors
 REPEATS = 3
 
 
-def choose_cuts(graph: Graph, inputs: dict[str, Tree], num_stages: int, costs: Costs) -> list[int]:
-    """The units that stages 1, 2, ... begin with, so that the slowest stage is fastest."""
+def choose_cuts(
+    graph: Graph, inputs: dict[str, Tree], num_stages: int, costs: Costs, num_alive: int = 1
+) -> list[int]:
+    """The units that stages 1, 2, ... begin with, so that the slowest stage is fastest.
+
+    inputs: of a micro-batch. num_alive: how many of them a stage holds at once, at most.
+    """
     units, values = profile(graph, inputs)
-    return cut(units, values, num_stages, costs, shared(graph))
+    held = [replace(unit, kept_bytes=unit.kept_bytes * num_alive) for unit in units]
+    return cut(held, values, num_stages, costs, shared(graph))
 
 
 def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Value]]:
@@ -33,6 +40,7 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
     number = {name: i for i, name in enumerate(graph.units)}
     users = graph.users()
     known: dict[str, Any] = {}
+    """By value: what it is; it needs a gradient here where it does in the model."""
     units: list[Unit] = []
     values: list[Value] = []
     state = torch.random.get_rng_state()
@@ -41,7 +49,8 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
             known[node.name] = inputs[node.name]
             values.append(_value(known[node.name], 0, users[node.name], has_gradient=False))
         elif node.op == "get_attr":
-            known[node.name] = _real(attribute(graph.model, str(node.target)))
+            tensor = _real(attribute(graph.model, str(node.target)))
+            known[node.name] = tensor
         elif node.name in number:
             result, unit = _timed(node, graph, known)
             known[node.name] = result
@@ -63,7 +72,9 @@ def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bo
 
 def _real(tensor: Any) -> Any:
     is_meta = isinstance(tensor, torch.Tensor) and tensor.is_meta
-    return torch.ones_like(tensor, device="cpu") if is_meta else tensor
+    if not is_meta:
+        return tensor
+    return torch.ones_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
 
 
 def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Unit]:
@@ -71,8 +82,8 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
     forward_s, backward_s, kept = [], [], 0
     result: Any = None
     for _ in range(REPEATS):
-        args = fx.map_arg(node.args, lambda n: _leaf(known[n.name]))
-        kwargs = fx.map_arg(node.kwargs, lambda n: _leaf(known[n.name]))
+        args = fx.map_arg(node.args, lambda n: _copied(known[n.name]))
+        kwargs = fx.map_arg(node.kwargs, lambda n: _copied(known[n.name]))
         begun = time.perf_counter()
         try:
             with torch.enable_grad():
@@ -92,7 +103,7 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
     kept = sum(t.nbytes for t in tensors_of(result).values())
     for parameter in parameters:
         parameter.grad = None
-    result = _detached(result)
+    result = _leaves(result)
     size = sum(p.nbytes for p in parameters)
     # The fastest of a few: what is slower was disturbed.
     unit = Unit(node.name, min(forward_s), min(backward_s), size, kept)
@@ -111,19 +122,15 @@ def _callable(node: fx.Node, model: nn.Module) -> tuple[Callable[..., Any], list
     return target, []
 
 
-def _leaf(value: Tree) -> Tree:
-    tensors = tensors_of(value)
-    if not tensors:
-        return value
-    leaves = {}
-    for path, tensor in tensors.items():
-        leaf = tensor.detach()
-        if leaf.is_floating_point() or leaf.is_complex():
-            # A copy of a leaf is no leaf: a step in place may change it.
-            leaf = leaf.requires_grad_().clone()
-        leaves[path] = leaf
-    return with_tensors(value, leaves)
+def _copied(value: Tree) -> Tree:
+    """A copy, which a step in place may change, as it may not change a leaf."""
+    with torch.enable_grad():
+        return with_tensors(value, {path: t.clone() for path, t in tensors_of(value).items()})
 
 
-def _detached(value: Tree) -> Tree:
-    return with_tensors(value, {path: t.detach() for path, t in tensors_of(value).items()})
+def _leaves(value: Tree) -> Tree:
+    """The same without its history; what needs a gradient still does."""
+    return with_tensors(
+        value,
+        {path: t.detach().requires_grad_(t.requires_grad) for path, t in tensors_of(value).items()},
+    )

@@ -1,0 +1,60 @@
+"""What a cut costs besides computing: the link between stages, and the memory of their hosts."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+from shoal.crew import Crew
+from shoal.layout import Layout
+from shoal.pipeline.partition import Costs
+from shoal.wire.link import Link
+
+LARGE_BYTES = 1 << 20
+REPEATS = 3
+MEMORY_SHARE = 0.9
+"""The part of free memory that stages may plan with."""
+
+
+def measure_costs(crew: Crew, link: Link, layout: Layout) -> Costs:
+    """Every rank must call this; what rank 0 returns is of use."""
+    limits = crew.exchange("free memory", _free_bytes(crew))
+    per_message = per_byte = 0.0
+    if crew.rank in (0, 1) and layout.stages > 1:
+        small = _round_trip_s(crew.rank, link, 1)
+        large = _round_trip_s(crew.rank, link, LARGE_BYTES)
+        per_message = small / 2
+        per_byte = max(large - small, 0.0) / 2 / LARGE_BYTES
+    return Costs(
+        seconds_per_byte=per_byte,
+        seconds_per_message=per_message,
+        memory_bytes=[
+            min(limits[rank] for rank in layout.ranks_of_stage(stage))
+            for stage in range(layout.stages)
+        ],
+    )
+
+
+def _round_trip_s(rank: int, link: Link, size_bytes: int) -> float:
+    """The fastest of a few; between ranks 0 and 1."""
+    content = torch.zeros(size_bytes, dtype=torch.uint8)
+    fastest = float("inf")
+    for _ in range(REPEATS + 1):
+        begun = time.perf_counter()
+        if rank == 0:
+            link.send(content, 1, "measure")
+            link.recv(1, "measure")
+        else:
+            link.send(link.recv(0, "measure"), 0, "measure")
+        fastest = min(fastest, time.perf_counter() - begun)
+    return fastest
+
+
+def _free_bytes(crew: Crew) -> int:
+    """What this rank may use, of what its host has free and its neighbours want too."""
+    if crew.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(crew.device)
+        return int(free * MEMORY_SHARE)
+    return int(psutil.virtual_memory().available * MEMORY_SHARE) // crew.num_here
