@@ -14,6 +14,7 @@ round, and what every rank did in them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ from shoal.wire.link import Link
 SGD = {"lr": 0.01, "momentum": 0.9}
 NUM_BATCHES = 8
 WARM_UP_STEPS = 5
-TOLERANCE = 1e-5
+TOLERANCE = 1e-6
 """Of losses after the warm-up, relative to local's: micro-batches add up in another order."""
 WORK = ("forward", "backward", "update")
 """Kinds of spans in a timeline in which a stage is not idle."""
@@ -93,15 +94,15 @@ class Shoal(Contestant):
     def __init__(
         self,
         crew: shoal.JoinedCrew,
+        way: str,
         schedule: str,
-        transport: str,
         link: Link,
         *,
         microbatches: int,
         cut: str | None,
         example: torch.Tensor,
     ) -> None:
-        super().__init__(f"{schedule} {transport}")
+        super().__init__(way)
         self.microbatches = microbatches
         self._pipe = crew.pipeline(
             seeded_net(),
@@ -171,22 +172,26 @@ def stage_by_hand(net: MnistCnn, cut: str, stage: int) -> nn.Sequential:
 def all_contestants(
     crew: shoal.JoinedCrew, counts: list[int], cut: str | None, example: torch.Tensor
 ) -> list[Contestant]:
+    """For each number of micro-batches, the cut that its first pipeline chooses holds for all."""
     links = {transport: crew.link(transport) for transport in ("zmq", "dist")}
 
-    def shoal_way(schedule: str, transport: str, microbatches: int) -> Shoal:
-        link = links[transport]
-        return Shoal(
-            crew, schedule, transport, link, microbatches=microbatches, cut=cut, example=example
-        )
+    def pipelines(schedules: list[str], microbatches: int) -> list[Contestant]:
+        made: list[Contestant] = []
+        for schedule, (transport, link) in itertools.product(schedules, links.items()):
+            name = f"{schedule} {transport}"
+            at = made[0].cut if made else cut
+            made.append(
+                Shoal(
+                    crew, name, schedule, link, microbatches=microbatches, cut=at, example=example
+                )
+            )
+        return made
 
-    found: list[Contestant] = [Local(crew)]
-    found += [shoal_way("sequential", transport, 1) for transport in links]
+    found = [Local(crew), *pipelines(["sequential"], 1)]
     for count in counts:
-        ways = [(s, transport) for s in ("1f1b", "gpipe") for transport in links]
-        pipelines = [shoal_way(*way, count) for way in ways]
-        found += pipelines
-        assert pipelines[0].cut is not None
-        found.append(Torch(crew, microbatches=count, cut=pipelines[0].cut))
+        made = pipelines(["1f1b", "gpipe"], count)
+        assert made[0].cut is not None
+        found += [*made, Torch(crew, microbatches=count, cut=made[0].cut)]
     return found
 
 

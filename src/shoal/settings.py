@@ -156,8 +156,7 @@ def faults(settings: TrainSettings, num_ranks: int) -> list[str]:
 
 def _stage_faults(s: TrainSettings, num_ranks: int) -> list[str]:
     if s.stages != 1:
-        found = stage_faults(s.stages, num_ranks, s.schedule or "", s.microbatches, s.cuts)
-        return found + (unaveraged(s.sync) if num_ranks > s.stages else [])
+        return stage_faults(s.stages, num_ranks, s.schedule or "", s.microbatches, s.cuts)
     given = {
         "--schedule": s.schedule is not None,
         "--microbatches": s.microbatches != 1,
@@ -197,16 +196,6 @@ def stage_faults(
             f"({', '.join(cuts) or 'none'})."
         )
     return found
-
-
-def unaveraged(sync: str) -> list[str]:
-    """A fault where a sync cannot keep the replicas of a stage equal."""
-    if sync != "ddp":
-        return []
-    return [
-        "--sync ddp: DistributedDataParallel watches one backward pass in a step, and a pipeline "
-        "has one per micro-batch. Use all-reduce, which is what it does inside."
-    ]
 
 
 def default_microbatches(schedule: str, stages: int) -> int:

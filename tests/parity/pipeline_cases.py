@@ -3,15 +3,18 @@
     shoal run --workers 3 tests/parity/pipeline_cases.py OUT [CASE ...]
 
 All ranks train the pipeline; rank 0 also trains alone, with a plain loop over the same batches, and
-compares. OUT/rank-R.json holds `case -> what went wrong` (or null). Cases of FATAL end the run:
-each is asked for by name, and OUT/rank-R.json holds the kind and the text of the error.
+compares. OUT/rank-R.json holds `case -> what went wrong` (or null). The run ends with a fault that
+one rank finds: "told" is what each rank heard of it, and how long that took.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import json
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -20,18 +23,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pipeline_faults import FATAL, FAULTS, HYBRID_FAULTS
 from pipeline_nets import (
+    IN_PLACE_ON_A_VIEW,
     JOBS,
+    ODDITIES_CUTS,
     STEPS,
     Batch,
-    Branching,
     FanOut,
-    Job,
+    Loss,
     Oddities,
     OwnParameters,
+    PairOut,
     Tied,
     batches_of_rows,
     rows,
+    sequential,
 )
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -39,17 +46,20 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.joined import JoinedPipeline
 from shoal.pipeline.build import as_module, materialise
+from shoal.pipeline.schedule import SCHEDULES
+from shoal.settings import SYNCS
 from shoal.train.order import sample_order
 from shoal.wire.link import Link
 
 TIMEOUT_S = 30
 SEED = 100
-SGD = {"optimizer": torch.optim.SGD, "momentum": 0.9, "weight_decay": 0.01}
-ODD_SIZES = [13, 8, 3, 1, 7, 12, 5, 2, 11, 4] * 2
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+ODD_SIZES = [13, 8, 3, 1, 7, 12, 5, 2, 11, 4]
 """Of batches: with 4 and 7 micro-batches some divide, some do not, some are too small."""
 FAN_OUT_CUTS = JOBS["fan_out"].cuts
 LINKS: dict[str, Link] = {}
 State = dict[str, torch.Tensor]
+Case = Callable[[shoal.JoinedCrew], None]
 
 
 class Together:
@@ -59,27 +69,28 @@ class Together:
         self,
         crew: shoal.JoinedCrew,
         model: Any,
+        cuts: dict[int, list[str]] | None = None,
         *,
         transport: str = "zmq",
         stages: int | None = None,
-        cuts: dict[int, list[str]] | None = None,
         **options: Any,
     ) -> None:
         if transport not in LINKS:
             LINKS[transport] = crew.link(transport)
+        if "optimizer" not in options:
+            options = {"optimizer": torch.optim.SGD, **SGD, **options}
         num_stages = stages or crew.size
-        options = {"loss": F.cross_entropy, **SGD, "lr": 0.1, **options}
         self.crew = crew
         self.losses: list[float] = []
         self.pipe: JoinedPipeline = crew.pipeline(
             model,
             stages=num_stages,
-            cuts=(cuts or {}).get(num_stages),
+            cuts=cuts[num_stages] if cuts else None,
             link=LINKS[transport],
-            **options,
+            **{"loss": F.cross_entropy, **options},
         )
 
-    def own(self, x: Any, y: Any) -> tuple[Any, Any]:
+    def own(self, x: Any, y: Any = None) -> tuple[Any, Any]:
         stage, last = self.pipe.stage_number, self.pipe.layout.stages - 1
         return x if stage == 0 else None, y if stage == last else None
 
@@ -90,6 +101,15 @@ class Together:
         for x, y in batches:
             self.step(x, y)
         return self.finish()
+
+    def output(self, x: Any) -> torch.Tensor:
+        """Inference; the same on every rank."""
+        out: torch.Tensor = self.pipe(self.own(x)[0])
+        everywhere = self.crew.exchange("outputs", out.tolist())
+        assert all(each == everywhere[0] for each in everywhere), "outputs differ between ranks"
+        assert not out.requires_grad
+        assert self.pipe.stage.num_kept == 0
+        return out
 
     def finish(self) -> State:
         """The whole state, on rank 0; all ranks were told the same losses."""
@@ -104,14 +124,14 @@ class Together:
 def train_alone(
     model: nn.Module,
     batches: list[Batch],
-    loss: Callable[[Any, Any], torch.Tensor] = F.cross_entropy,
+    loss: Loss = F.cross_entropy,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     clip_norm: float | None = None,
     **options: Any,
 ) -> list[float]:
     """The plain loop; the losses."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optim = optimizer(trainable, **options)
+    optim = optimizer(trainable, **(options or SGD))
     losses = []
     for x, y in batches:
         optim.zero_grad()
@@ -125,20 +145,20 @@ def train_alone(
 
 
 def same(state: State, alone: nn.Module) -> None:
-    """Bit by bit. On rank 0: elsewhere there is no state."""
+    """Bit by bit, and a plain model loads it. On rank 0: elsewhere there is no state."""
     if not state:
         return
     expected = alone.state_dict()
-    assert list(state) == list(expected), "other names, or in another order"
-    alone.load_state_dict(state, strict=True)
-    for name, value in expected.items():
-        assert value.dtype == state[name].dtype
+    assert list(state) == list(expected), f"names: {list(state)} for {list(expected)}"
+    empty = [name for name, value in state.items() if value.is_meta]
+    assert not empty, f"on the meta device still: {empty}"
     wrong = [
         f"{name} by {(value.double() - state[name].double()).abs().max():.2e}"
         for name, value in expected.items()
         if not torch.equal(value, state[name])
     ]
     assert not wrong, f"differ: {', '.join(wrong)}"
+    alone.load_state_dict(state, strict=True)
 
 
 def close(state: State, alone: nn.Module) -> None:
@@ -146,28 +166,47 @@ def close(state: State, alone: nn.Module) -> None:
     if not state:
         return
     expected = alone.state_dict()
-    assert list(state) == list(expected)
+    assert list(state) == list(expected), f"names: {list(state)} for {list(expected)}"
     for name, value in expected.items():
-        torch.testing.assert_close(
-            state[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+        assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-11), (
+            f"{name} by {(state[name] - value).abs().max():.2e}"
         )
 
 
-def snapshot(model: nn.Module) -> nn.Module:
-    """A model's state, after it was compared with something that loads into it."""
-    return model
+def close_losses(actual: list[float], expected: list[float]) -> None:
+    assert len(actual) == len(expected)
+    for step, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert abs(a - b) <= 1e-9 * abs(b), f"loss of step {step}: {a} for {b}"
+
+
+def fan_out(seed: int = SEED) -> FanOut:
+    torch.manual_seed(seed)
+    return FanOut()
+
+
+def train_both(
+    crew: shoal.JoinedCrew, model: nn.Module, batches: list[Batch], **options: Any
+) -> Together:
+    """FanOut, bit by bit, with the same options on both sides."""
+    alone = copy.deepcopy(model)
+    together = Together(crew, model, FAN_OUT_CUTS, schedule="sequential", **options)
+    state = together.run(batches)
+    if crew.rank == 0:
+        losses = train_alone(alone, batches, **options)
+        same(state, alone)
+        assert together.losses == losses
+    return together
 
 
 # -- bit by bit: one micro-batch -------------------------------------------------------------------
 
 
 @functools.cache
-def alone_on(name: str) -> tuple[State, list[float]]:
+def alone_on(name: str) -> tuple[nn.Module, list[float]]:
     """A job in one process. Once per run: every schedule and transport must give the same."""
     job = JOBS[name]
     model = job.module(SEED)
-    losses = train_alone(model, job.batches(), job.loss, lr=job.lr, momentum=0.9, weight_decay=0.01)
-    return model.state_dict(), losses
+    return model, train_alone(model, job.batches(), job.loss, **{**SGD, "lr": job.lr})
 
 
 def exact(crew: shoal.JoinedCrew, name: str, schedule: str, transport: str) -> None:
@@ -175,8 +214,8 @@ def exact(crew: shoal.JoinedCrew, name: str, schedule: str, transport: str) -> N
     together = Together(
         crew,
         job.module(SEED + crew.rank),  # rank 0's must win
+        job.cuts,
         transport=transport,
-        cuts=job.cuts,
         loss=job.loss,
         lr=job.lr,
         schedule=schedule,
@@ -184,10 +223,8 @@ def exact(crew: shoal.JoinedCrew, name: str, schedule: str, transport: str) -> N
     )
     state = together.run(job.batches())
     if crew.rank == 0:
-        expected, losses = alone_on(name)
-        model = job.module(0)
-        model.load_state_dict(expected)
-        same(state, model)
+        alone, losses = alone_on(name)
+        same(state, alone)
         assert together.losses == losses
 
 
@@ -197,17 +234,14 @@ def exact(crew: shoal.JoinedCrew, name: str, schedule: str, transport: str) -> N
 def micro(
     crew: shoal.JoinedCrew, schedule: str, microbatches: int, reduction: str, transport: str
 ) -> None:
-    torch.manual_seed(SEED)
-    alone = FanOut().double()
-    torch.manual_seed(SEED + crew.rank)
     loss = functools.partial(F.cross_entropy, reduction=reduction)
     lr = 0.1 if reduction == "mean" else 0.01
     batches = batches_of_rows(ODD_SIZES, torch.float64)
     together = Together(
         crew,
-        FanOut().double(),
+        fan_out(SEED + crew.rank).double(),
+        FAN_OUT_CUTS,
         transport=transport,
-        cuts=FAN_OUT_CUTS,
         schedule=schedule,
         microbatches=microbatches,
         reduction=reduction,
@@ -215,19 +249,21 @@ def micro(
         lr=lr,
     )
     state = together.run(batches)
-    losses = train_alone(alone, batches, loss, lr=lr, momentum=0.9, weight_decay=0.01)
-    close(state, alone)
-    torch.testing.assert_close(together.losses, losses, rtol=1e-9, atol=0)
+    if crew.rank == 0:
+        alone = fan_out().double()
+        losses = train_alone(alone, batches, loss, **{**SGD, "lr": lr})
+        close(state, alone)
+        close_losses(together.losses, losses)
 
 
 def micro_job(crew: shoal.JoinedCrew, name: str) -> None:
-    """Masks, several outputs and skips of a list, each sample with its own; 1f1b."""
+    """Masks, several outputs, skips of a list: each micro-batch with its own."""
     job = JOBS[name]
-    batches = [(_double(x), y) for x, y in job.batches()]
+    batches = [(_double(x), _double(y)) for x, y in job.batches()]
     together = Together(
         crew,
         job.module(SEED).double(),
-        cuts=job.cuts,
+        job.cuts,
         loss=job.loss,
         lr=job.lr,
         schedule="1f1b",
@@ -236,17 +272,29 @@ def micro_job(crew: shoal.JoinedCrew, name: str) -> None:
     state = together.run(batches)
     if crew.rank == 0:
         alone = job.module(SEED).double()
-        train_alone(alone, batches, job.loss, lr=job.lr, momentum=0.9, weight_decay=0.01)
+        losses = train_alone(alone, batches, job.loss, **{**SGD, "lr": job.lr})
         close(state, alone)
+        close_losses(together.losses, losses)
 
 
-def _double(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(_double(each) for each in x)
-    return x.double() if x.is_floating_point() else x
+def _double(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_double(each) for each in value)
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if is_float else value
 
 
-# -- training: optimizers, schedulers, clipping, accumulation, modes -------------------------------
+def case_more_micro_batches_with_clipping(crew: shoal.JoinedCrew) -> None:
+    batches = batches_of_rows(ODD_SIZES, torch.float64)
+    model = fan_out().double()
+    together = Together(crew, model, FAN_OUT_CUTS, microbatches=4, clip_norm=0.2)
+    alone = fan_out().double()
+    state = together.run(batches)
+    train_alone(alone, batches, clip_norm=0.2, **SGD)
+    close(state, alone)
+
+
+# -- optimizers, schedulers, clipping, accumulation ------------------------------------------------
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -257,25 +305,585 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def fan_out(seed: int = SEED) -> FanOut:
-    torch.manual_seed(seed)
-    return FanOut()
+def optimizer_of_torch(crew: shoal.JoinedCrew, name: str) -> None:
+    options = {"optimizer": getattr(torch.optim, name), **OPTIMIZERS[name]}
+    together = train_both(crew, fan_out(), batches_of_rows([8] * STEPS), **options)
+    own = {id(p) for p in together.pipe.module.parameters()}
+    with_state = {id(p) for p in together.pipe.optimizer.state}
+    assert with_state == own, "optimizer state for this stage's parameters, and for no others"
 
 
-def optimizers(crew: shoal.JoinedCrew, name: str) -> None:
-    kind, options = getattr(torch.optim, name), OPTIMIZERS[name]
+def case_clipping(crew: shoal.JoinedCrew) -> None:
+    """By the norm over all stages: some steps are scaled down, some are not."""
+    norms = []
+    batches = batches_of_rows([8] * STEPS)
+    real = JoinedPipeline.clip_grad_norm_
+
+    def noted(pipe: JoinedPipeline, max_norm: float) -> torch.Tensor:
+        norm = real(pipe, max_norm)
+        norms.append(norm.item())
+        return norm
+
+    JoinedPipeline.clip_grad_norm_ = noted  # type: ignore[method-assign]
+    try:
+        train_both(crew, fan_out(), batches, clip_norm=0.8, **SGD)
+    finally:
+        JoinedPipeline.clip_grad_norm_ = real  # type: ignore[method-assign]
+    assert min(norms) < 0.8 < max(norms), f"the case shows nothing: {norms}"
+
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 5, "gamma": 0.5},
+    "OneCycleLR": {"max_lr": 0.3, "total_steps": STEPS + 1},  # goes through the momentum too
+}
+
+
+def learning_rates(crew: shoal.JoinedCrew, kind: str) -> None:
+    """A scheduler on every rank, around pipe.optimizer."""
+    make = functools.partial(getattr(torch.optim.lr_scheduler, kind), **SCHEDULERS[kind])
+    together = Together(crew, fan_out(), FAN_OUT_CUTS, schedule="sequential")
+    scheduler = make(together.pipe.optimizer)
+    alone = fan_out()
+    optimizer = torch.optim.SGD(alone.parameters(), **SGD)
+    scheduler_alone = make(optimizer)
+    for x, y in batches_of_rows([8] * STEPS):
+        together.step(x, y)
+        scheduler.step()
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+        scheduler_alone.step()
+    same(together.finish(), alone)
+
+
+def case_accumulation(crew: shoal.JoinedCrew) -> None:
+    """Two batches make one update."""
+    together = Together(crew, fan_out(), FAN_OUT_CUTS, schedule="sequential", clip_norm=1.0)
+    alone = fan_out()
+    optimizer = torch.optim.SGD(alone.parameters(), **SGD)
+    batches = batches_of_rows([8, 5] * STEPS)
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        for x, y in pair:
+            together.pipe.backward(*together.own(x, y), weight=0.5)
+            (F.cross_entropy(alone(x), y) * 0.5).backward()
+        together.pipe.update()
+        nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in together.pipe.parameters())
+    same(together.finish(), alone)
+
+
+def case_accumulation_of_micro_batches(crew: shoal.JoinedCrew) -> None:
+    together = Together(crew, fan_out().double(), FAN_OUT_CUTS, microbatches=3)
+    alone = fan_out().double()
+    optimizer = torch.optim.SGD(alone.parameters(), **SGD)
+    batches = batches_of_rows([8, 5] * 5, torch.float64)
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        for weight, (x, y) in zip((0.25, 0.75), pair, strict=True):
+            together.pipe.backward(*together.own(x, y), weight=weight)
+            (F.cross_entropy(alone(x), y) * weight).backward()
+        together.pipe.update()
+        optimizer.step()
+        optimizer.zero_grad()
+    close(together.finish(), alone)
+
+
+# -- modes, frozen and unused parameters, inference ------------------------------------------------
+
+
+def oddities(dropout: float) -> Oddities:
     torch.manual_seed(SEED)
+    return Oddities(dropout)
+
+
+def odd_parameters(crew: shoal.JoinedCrew, **options: Any) -> None:
+    """Frozen ones, unused ones, and stages that have none at all."""
     batches = batches_of_rows([8] * STEPS)
     together = Together(
-        crew,
-        fan_out(),
-        cuts=FAN_OUT_CUTS,
-        **{"momentum": None, "weight_decay": None} and {},
-        optimizer=kind,
-        schedule="sequential",
-        **options,
+        crew, oddities(0.0), ODDITIES_CUTS, schedule="1f1b", microbatches=1, **options
     )
     state = together.run(batches)
-    alone = fan_out()
-    train_alone(alone, batches, optimizer=kind, **options)
+    counts = crew.exchange("sizes", len(list(together.pipe.parameters())))
+    assert crew.size == 2 or 0 in counts, f"a stage without parameters was meant: {counts}"
+    alone = oddities(0.0)
+    train_alone(alone, batches, **options)
     same(state, alone)
+
+
+def case_odd_parameters_with_adam(crew: shoal.JoinedCrew) -> None:
+    odd_parameters(crew, optimizer=torch.optim.Adam, lr=0.01)
+
+
+def case_odd_parameters_clipped(crew: shoal.JoinedCrew) -> None:
+    odd_parameters(crew, clip_norm=0.1, **SGD)
+
+
+def case_train_and_eval(crew: shoal.JoinedCrew) -> None:
+    """Batch norm's numbers move in train() only; dropout that asks self.training follows too."""
+    together = Together(crew, oddities(0.0), ODDITIES_CUTS, schedule="sequential")
+    alone = oddities(0.0)
+    optimizer = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], **SGD)
+    for step, (x, y) in enumerate(batches_of_rows([8] * STEPS)):
+        if step % 5 == 0:
+            together.pipe.train(step % 10 == 0)
+            alone.train(step % 10 == 0)
+        together.step(x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    same(together.finish(), alone)
+    assert alone.norm.num_batches_tracked == STEPS // 2
+
+
+def case_dropout_is_off_in_eval(crew: shoal.JoinedCrew) -> None:
+    together = Together(crew, oddities(0.4), ODDITIES_CUTS, microbatches=2)
+    alone = oddities(0.4).eval()
+    x, _ = rows(9, 0)
+    with torch.no_grad():
+        expected = alone(x)
+    together.pipe.eval()
+    assert torch.allclose(together.output(x), expected, rtol=1e-5)
+    together.pipe.train()
+    torch.manual_seed(1)
+    first = together.output(x)
+    torch.manual_seed(2)
+    assert not torch.equal(first, together.output(x)), "dropout is for train()"
+    together.pipe.eval()
+    assert (
+        together.pipe.state_dict().keys() == (alone.state_dict() if crew.rank == 0 else {}).keys()
+    )
+
+
+def case_inference(crew: shoal.JoinedCrew) -> None:
+    for options in ({"schedule": "sequential"}, {"schedule": "gpipe", "microbatches": 4}):
+        together = Together(crew, fan_out().double(), FAN_OUT_CUTS, **options)
+        alone = fan_out().double()
+        kept = counted(together.pipe)
+        for size in (13, 8, 3, 1):
+            x, _ = rows(size, 0, torch.float64)
+            out = together.output(x)
+            with torch.no_grad():
+                expected = alone(x)
+            if len(options) == 1:
+                assert torch.equal(out, expected)
+            assert torch.allclose(out, expected, rtol=1e-12, atol=0)
+        assert set(kept) == {(0, 0)}, f"kept after inference: {kept}"
+
+
+def case_inference_of_trees(crew: shoal.JoinedCrew) -> None:
+    """Tuples and dicts are put together again from the micro-batches; inputs come by name too."""
+    for name in ("tuple_out", "dict_out", "masks"):
+        job = JOBS[name]
+        x, _ = job.batches()[0]
+        together = Together(crew, job.module(SEED), job.cuts, loss=job.loss, microbatches=3)
+        given = dict(zip(("x", "counts", "kind"), x, strict=True)) if name == "masks" else x
+        out = together.pipe(together.own(given)[0])
+        alone = job.module(SEED)
+        expected = alone(*x) if name == "masks" else alone(x)
+        torch.testing.assert_close(out, expected)
+        together.pipe.state_dict()
+
+
+def case_training_after_inference(crew: shoal.JoinedCrew) -> None:
+    together = Together(crew, fan_out(), FAN_OUT_CUTS, schedule="gpipe", microbatches=1)
+    batches = batches_of_rows([8] * 6)
+    for x, y in batches:
+        together.output(x)
+        together.step(x, y)
+    alone = fan_out()
+    train_alone(alone, batches)
+    same(together.finish(), alone)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def case_state_round_trip(crew: shoal.JoinedCrew) -> None:
+    """What was trained is loaded elsewhere, cut in another place, and training goes on."""
+    torch.manual_seed(7)
+    trained = Oddities(0.0)
+    train_alone(trained, batches_of_rows([8] * 3))
+    together = Together(crew, oddities(0.0), ODDITIES_CUTS, schedule="sequential")
+    together.pipe.load_state_dict(trained.state_dict() if crew.rank == 0 else None)
+    loaded = {name: t.clone() for name, t in together.pipe.state_dict().items()}
+    batches = batches_of_rows([8] * 5)
+    state = together.run(batches)
+    same(loaded, trained)
+    train_alone(trained, batches)
+    same(state, trained)
+
+
+def automatic_cuts(crew: shoal.JoinedCrew, way: str) -> None:
+    """Wherever the profile cuts, and whatever it did to find out, training is the same."""
+    batches = batches_of_rows([8] * 5)
+    x, _ = batches[0]
+    example = {"example": x} if way == "an example" else {}
+    together = Together(crew, fan_out(), schedule="sequential", **example)
+    if way == "prepare()":
+        together.pipe.prepare(together.own(x)[0])
+    state = together.run(batches)
+    units = crew.exchange("units", together.pipe.units)
+    assert all(each == units[0] for each in units)
+    assert len(units[0]) == crew.size
+    assert all(units[0])
+    alone = fan_out()
+    train_alone(alone, batches)
+    same(state, alone)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class _Saved:
+    """Stands for a tensor that autograd saved; it lives as long as autograd needs it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def counted(pipe: JoinedPipeline) -> list[tuple[int, int]]:
+    """From now on, after every forward: micro-batches kept, and tensors that autograd holds."""
+    seen: list[tuple[int, int]] = []
+    alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+    real = pipe.stage.forward
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        alive.add(saved)
+        return saved
+
+    def forward(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            made = real(*args)
+        seen.append((pipe.stage.num_kept, len(alive)))
+        return made
+
+    pipe.stage.forward = forward  # type: ignore[method-assign]
+    return seen
+
+
+def activations_kept(crew: shoal.JoinedCrew, schedule: str) -> None:
+    """1f1b: as many micro-batches as stages from here on; gpipe: all."""
+    microbatches = 7
+    model = fan_out().double()
+    together = Together(crew, model, FAN_OUT_CUTS, schedule=schedule, microbatches=microbatches)
+    batches = batches_of_rows([14] * 3, torch.float64)
+    seen = counted(together.pipe)
+    together.run(batches)
+    most = max(kept for kept, _ in seen)
+    stages_from_here = crew.size - together.pipe.stage_number
+    assert most == (stages_from_here if schedule == "1f1b" else microbatches), seen
+    of_one = seen[0][1]
+    assert of_one > 0
+    for kept, alive in seen:
+        assert alive == kept * of_one, f"autograd holds more than is kept: {seen}"
+
+
+def case_each_rank_holds_its_own_stage(crew: shoal.JoinedCrew) -> None:
+    """Also after a whole model was given: what belongs to other stages can go."""
+    model = fan_out()
+    whole = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    together = Together(
+        crew, model, FAN_OUT_CUTS, schedule="1f1b", optimizer=torch.optim.Adam, lr=0.01
+    )
+    del model
+    together.run(batches_of_rows([8] * 2))
+    gc.collect()
+    own = {name for name, _ in together.pipe.module.named_parameters()}
+    alive = {name for name, ref in whole.items() if ref() is not None}
+    assert alive == own, f"rank {crew.rank} holds {alive - own} too"
+    check_parts(crew, together.pipe, set(whole))
+    state = together.pipe.optimizer.state
+    assert {id(p) for p in state} == {id(p) for p in together.pipe.module.parameters()}
+
+
+def check_parts(crew: shoal.JoinedCrew, pipe: JoinedPipeline, names: set[str]) -> None:
+    """Every parameter in one stage."""
+    parts = crew.exchange("names", [name for name, _ in pipe.module.named_parameters()])
+    assert sorted(name for part in parts for name in part) == sorted(names), parts
+
+
+# -- models that are made where they are needed ----------------------------------------------------
+
+
+def made_whole(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    model = as_module(factory)
+    materialise(model, seed, torch.device("cpu"))
+    return model
+
+
+def from_factory(
+    crew: shoal.JoinedCrew,
+    factory: Callable[[], nn.Module],
+    *all_cuts: list[str],
+) -> None:
+    """Wherever it is cut, the weights begin the same; training is that of the whole."""
+    whole = made_whole(factory, 3)
+    names = {name for name, _ in whole.named_parameters()}
+    batches = batches_of_rows([8] * STEPS)
+    starts = []
+    for cuts in all_cuts:
+        together = Together(
+            crew, factory, {crew.size: cuts[: crew.size - 1]}, schedule="sequential", seed=3
+        )
+        starts.append({name: t.clone() for name, t in together.pipe.state_dict().items()})
+        check_parts(crew, together.pipe, names)
+        assert not any(t.is_meta for t in together.pipe.module.state_dict().values())
+    state = together.run(batches)
+    for start in starts:
+        same(start, whole)
+    train_alone(whole, batches)
+    same(state, whole)
+
+
+def case_factory(crew: shoal.JoinedCrew) -> None:
+    from_factory(crew, sequential, ["1", "3", "5"], ["2", "4", "5"])
+
+
+def case_factory_with_unused_parameters(crew: shoal.JoinedCrew) -> None:
+    together = Together(crew, Unused, {n: ["b", "c", "d"][: n - 1] for n in (2, 3, 4)}, seed=3)
+    state = together.pipe.state_dict()
+    same(state, made_whole(Unused, 3))
+
+
+def case_factory_with_tied_weights(crew: shoal.JoinedCrew) -> None:
+    """One weight under two names is still one after it was made."""
+    names = [name for name, _ in made_whole(Tied, 3).named_parameters()]
+    from_factory(crew, Tied, JOBS["tied"].cuts[crew.size])
+    assert "back.weight" not in names, "the weight that was one is two"
+
+
+def case_factory_with_automatic_cuts(crew: shoal.JoinedCrew) -> None:
+    batches = batches_of_rows([8] * 5)
+    whole = made_whole(sequential, 0)
+    state = Together(crew, sequential, schedule="sequential").run(batches)
+    train_alone(whole, batches)
+    same(state, whole)
+
+
+class Unused(PairOut):
+    """`never` is in no step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(2, 2)
+
+
+def case_factory_with_a_module_of_the_users_own(crew: shoal.JoinedCrew) -> None:
+    """Traced through, so that its stage has its parameter but not its class."""
+    from_factory(crew, OwnParameters, ["scaled", "tanh", "b"])
+
+
+def case_in_place_on_a_view(crew: shoal.JoinedCrew) -> None:
+    """A view of what has just come is changed: its memory is that of a leaf of autograd's."""
+    job = IN_PLACE_ON_A_VIEW
+    together = Together(crew, job.module(SEED), job.cuts, schedule="sequential")
+    state = together.run(job.batches())
+    alone = job.module(SEED)
+    train_alone(alone, job.batches())
+    same(state, alone)
+
+
+# -- replicas of pipelines -------------------------------------------------------------------------
+
+NUM_SAMPLES, BATCH = 29, 7  # 29 = 4 × 7 + 1: in the last batch the second replica has no sample
+
+
+def rows_set() -> TensorDataset:
+    return TensorDataset(*rows(NUM_SAMPLES, 0, torch.float64))
+
+
+def global_batches(data: TensorDataset, epoch: int) -> list[Batch]:
+    order = torch.from_numpy(sample_order(len(data), 0, epoch))
+    return [(data.tensors[0][part], data.tensors[1][part]) for part in order.split(BATCH)]
+
+
+def replicas(crew: shoal.JoinedCrew, sync: str, **options: Any) -> None:
+    """Two of two stages, with shares of the batch that differ, against one process."""
+    data = rows_set()
+    model = fan_out(SEED + crew.rank).double()
+    settings = {"schedule": "1f1b", "microbatches": 3, **options}
+    together = Together(crew, model, FAN_OUT_CUTS, stages=2, sync=sync, **settings)
+    loader = together.pipe.loader(data, batch_size=BATCH)
+    samples = []
+    whole: list[Batch] = []
+    while len(whole) < STEPS:
+        whole += global_batches(data, loader.epoch)
+        for x, y in loader:
+            samples.append(x.sum().item())
+            together.step(x, y)
+    seen = crew.exchange("samples", samples)
+    assert seen[0] == seen[1], "the stages of a replica were given other samples"
+    assert seen[2] == seen[3], "the stages of a replica were given other samples"
+    assert seen[0] != seen[2]
+    state = together.finish()
+    alike = crew.exchange("sums", [p.double().sum().item() for p in together.pipe.parameters()])
+    assert alike[0] == alike[2], "replicas drifted apart"
+    assert alike[1] == alike[3], "replicas drifted apart"
+    if crew.rank == 0:
+        alone = fan_out().double()
+        also = {name: options[name] for name in ("loss", "clip_norm") if name in options}
+        losses = train_alone(alone, whole, **also, **{**SGD, "lr": options.get("lr", SGD["lr"])})
+        close(state, alone)
+        close_losses(together.losses, losses)
+
+
+def case_replicas_clip_by_the_norm_of_all(crew: shoal.JoinedCrew) -> None:
+    replicas(crew, "all-reduce", clip_norm=0.2)
+
+
+def case_replicas_of_sums(crew: shoal.JoinedCrew) -> None:
+    loss = functools.partial(F.cross_entropy, reduction="sum")
+    replicas(crew, "ring", reduction="sum", loss=loss, lr=0.01, schedule="gpipe")
+
+
+def case_replicas_over_dist(crew: shoal.JoinedCrew) -> None:
+    replicas(crew, "serial-ring", transport="dist")
+
+
+def case_replicas_have_the_buffers_of_the_first(crew: shoal.JoinedCrew) -> None:
+    together = Together(crew, oddities(0.0), ODDITIES_CUTS, stages=2, microbatches=2)
+    for x, y in together.pipe.loader(TensorDataset(*rows(28, 0)), batch_size=14):
+        together.step(x, y)
+    buffers = [b.double().sum().item() for b in together.pipe.module.buffers()]
+    everywhere = crew.exchange("buffers", buffers)
+    assert everywhere[:2] == everywhere[2:]
+    assert any(everywhere)
+    state = together.finish()
+    oddities(0.0).load_state_dict(state or oddities(0.0).state_dict(), strict=True)
+
+
+def case_replicas_accumulate(crew: shoal.JoinedCrew) -> None:
+    """Gradients of two global batches of other sizes meet once."""
+    data = TensorDataset(*rows(22, 0, torch.float64))
+    together = Together(crew, fan_out().double(), FAN_OUT_CUTS, stages=2, microbatches=2)
+    alone = fan_out().double()
+    optimizer = torch.optim.SGD(alone.parameters(), **SGD)
+    loader = together.pipe.loader(data, batch_size=11, shuffle=False)
+    for x, y in loader:
+        together.pipe.backward(*together.own(x, y), weight=0.5)
+    together.pipe.update()
+    for part in torch.arange(22).split(11):
+        (F.cross_entropy(alone(data.tensors[0][part]), data.tensors[1][part]) * 0.5).backward()
+    optimizer.step()
+    close(together.finish(), alone)
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+FULLY = ("fan_out", "residual_mlp")
+"""Jobs that go through every schedule on every transport; others take turns."""
+OF_THREE = ("exact", "micro-batches", "activations", "odd parameters", "clipping", "factory")
+"""What three ranks go through; two go through everything."""
+NOT_OF_FOUR = ("optimizer", "learning rates")
+"""What four do not go through; with replicas they have enough to do."""
+
+
+def _cases() -> dict[str, Case]:
+    made: dict[str, Case] = {}
+    ways = [(schedule, transport) for schedule in SCHEDULES for transport in ("zmq", "dist")]
+    for number, name in enumerate(JOBS):
+        turns = ways if name in FULLY else [ways[number % 3 * 2], ways[(number + 1) % 3 * 2 + 1]]
+        for schedule, transport in turns:
+            made[f"exact: {name}, {schedule} over {transport}"] = functools.partial(
+                exact, name=name, schedule=schedule, transport=transport
+            )
+    turn = 0
+    for schedule in ("gpipe", "1f1b"):
+        for microbatches in (4, 7):
+            for reduction in ("mean", "sum"):
+                turn += 1
+                made[f"micro-batches: {schedule} of {microbatches}, {reduction}"] = (
+                    functools.partial(
+                        micro,
+                        schedule=schedule,
+                        microbatches=microbatches,
+                        reduction=reduction,
+                        transport=("zmq", "dist")[turn % 2],
+                    )
+                )
+    for name in ("masks", "layers", "tied", "in_place"):
+        made[f"micro-batches: {name}"] = functools.partial(micro_job, name=name)
+    for name in OPTIMIZERS:
+        made[f"optimizer: {name}"] = functools.partial(optimizer_of_torch, name=name)
+    for kind in SCHEDULERS:
+        made[f"learning rates by {kind}"] = functools.partial(learning_rates, kind=kind)
+    for way in ("the first batch", "an example", "prepare()"):
+        made[f"automatic cuts by {way}"] = functools.partial(automatic_cuts, way=way)
+    for schedule in ("gpipe", "1f1b"):
+        made[f"activations kept: {schedule}"] = functools.partial(
+            activations_kept, schedule=schedule
+        )
+    made |= {f"refused: {name}": fault for name, fault in FAULTS.items()}
+    for name, case in list(globals().items()):
+        if name.startswith("case_") and not name.startswith("case_replicas"):
+            made[_spoken(name)] = case
+    return made
+
+
+def _hybrids() -> dict[str, Case]:
+    made: dict[str, Case] = {
+        f"replicas: {sync}": functools.partial(replicas, sync=sync) for sync in SYNCS
+    }
+    for name, case in list(globals().items()):
+        if name.startswith("case_replicas"):
+            made[_spoken(name)] = case
+    return made | {f"refused: {name}": fault for name, fault in HYBRID_FAULTS.items()}
+
+
+def _spoken(name: str) -> str:
+    return name.removeprefix("case_").replace("_", " ")
+
+
+CASES = _cases()
+HYBRIDS = _hybrids()
+
+
+def cases_for(num_ranks: int) -> dict[str, Case]:
+    if num_ranks == 3:
+        return {name: case for name, case in CASES.items() if name.startswith(OF_THREE)}
+    if num_ranks == 4:
+        return HYBRIDS | {k: case for k, case in CASES.items() if not k.startswith(NOT_OF_FOUR)}
+    return CASES
+
+
+def main(out: Path, only: list[str]) -> None:
+    results: dict[str, Any] = {}
+    torch.set_num_threads(1)
+    crew = shoal.join(timeout_s=TIMEOUT_S)
+    try:
+        with crew:
+            for name, case in cases_for(crew.size).items():
+                if only and not any(word in name for word in only):
+                    continue
+                begun = time.monotonic()
+                try:
+                    case(crew)
+                    results[name] = None
+                except AssertionError:
+                    results[name] = traceback.format_exc()  # the ranks are in step all the same
+                except Exception:
+                    results[name] = traceback.format_exc()
+                    raise  # this rank is out of step: what follows would only fail because of it
+                crew.print(f"{time.monotonic() - begun:6.2f} s  {name}")
+            crew.barrier()
+            if not only:
+                results["told"] = end_badly(crew)
+    finally:
+        (out / f"rank-{crew.rank}.json").write_text(json.dumps(results))
+
+
+def end_badly(crew: shoal.JoinedCrew) -> dict[str, Any]:
+    begun = time.monotonic()
+    told = {"kind": "", "text": "no error"}
+    try:
+        with crew:
+            FATAL[crew.size][1](crew)
+    except shoal.ShoalError as error:
+        told = {"kind": type(error).__name__, "text": str(error)}
+    return {**told, "seconds": time.monotonic() - begun}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

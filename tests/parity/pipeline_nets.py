@@ -161,7 +161,12 @@ def listed() -> list[Any]:
 
 def sequential() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.LayerNorm(10), nn.GELU(), nn.Linear(10, 3)
+        nn.Linear(6, 10),
+        nn.Tanh(),
+        nn.Linear(10, 10),
+        nn.LayerNorm(10),
+        nn.GELU(),
+        nn.Linear(10, 3),
     )
 
 
@@ -182,11 +187,30 @@ def in_place_on_a_view() -> nn.Sequential:
     )
 
 
+class _Remembers(nn.Sequential):
+    """Adds what came out of "1" to what goes into the last layer, when "2" has changed it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = before = self[1](self[0](x))
+        for layer in list(self)[2:-1]:
+            x = layer(x)
+        out: torch.Tensor = self[-1](x + before)
+        return out
+
+
+def in_place_then_used() -> nn.Sequential:
+    return _Remembers(
+        *(nn.Linear(6, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)),
+        *(nn.Tanh(), nn.Linear(8, 3)),
+    )
+
+
 class Oddities(nn.Module):
     """Frozen first, a stage of no parameters, parameters that no step uses, dropout, batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.frozen = nn.Linear(6, 8).requires_grad_(False)
         self.plain = nn.Tanh()
         self.never = nn.Linear(2, 2)
@@ -197,9 +221,12 @@ class Oddities(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.plain(self.frozen(x))
-        x = F.dropout(self.norm(x), 0.4, training=self.training)
+        x = F.dropout(self.norm(x), self.dropout, training=self.training)
         out: torch.Tensor = self.last(x)
         return out
+
+
+ODDITIES_CUTS = {2: ["norm"], 3: ["plain", "norm"], 4: ["plain", "norm", "last"]}
 
 
 class Scaled(nn.Module):
@@ -223,7 +250,7 @@ class OwnParameters(nn.Module):
         self.a, self.scaled, self.b = nn.Linear(6, 8), Scaled(), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.b(self.scaled(self.a(x)))
+        out: torch.Tensor = self.b(torch.tanh(self.scaled(self.a(x))))
         return out
 
 
@@ -344,6 +371,6 @@ JOBS = {
         dict_loss,
     ),
     "in_place": Job(in_place, {2: ["3"], 3: ["1", "5"], 4: ["1", "3", "5"]}),
-    "in_place_on_a_view": Job(in_place_on_a_view, {2: ["6"], 3: ["2", "9"], 4: ["2", "6", "9"]}),
     "tied": Job(Tied, {2: ["last"], 3: ["there", "last"], 4: ["tanh", "there", "last"]}),
 }
+IN_PLACE_ON_A_VIEW = Job(in_place_on_a_view, {2: ["6"], 3: ["2", "9"], 4: ["2", "6", "9"]})

@@ -6,11 +6,13 @@ is none to hide the transfer behind.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.crew import Crew
 from shoal.errors import SettingsError
@@ -18,7 +20,7 @@ from shoal.layout import Layout
 from shoal.replicate.post import GroupPost, LinkPost
 from shoal.replicate.replica import SYNC_CLASSES, by_dtype
 from shoal.replicate.sync import Peers, Sync
-from shoal.settings import unaveraged, unknown
+from shoal.settings import SYNCS, unknown
 from shoal.wire.link import Link
 
 
@@ -26,7 +28,7 @@ def stage_averages(
     crew: Crew, num_stages: int, sync: str, link: Link | None = None
 ) -> StageAverages | None:
     """Between the replicas of this rank's stage; None where there is one. Every rank calls this."""
-    if faults := unaveraged(sync) or unknown("--sync", sync, SYNC_CLASSES):
+    if faults := unknown("--sync", sync, SYNCS):
         raise SettingsError(faults)
     layout = Layout(replicas=crew.size // num_stages, stages=num_stages)
     if layout.replicas == 1:
@@ -41,50 +43,117 @@ def stage_averages(
     ranks, group = mine
     post = GroupPost() if link is None else LinkPost(link)
     peers = Peers(tuple(ranks), layout.replica_of(crew.rank), group, post)
-    return StageAverages(crew, SYNC_CLASSES[sync](peers, crew.timeout_s))
+    if sync == "ddp":
+        return DdpAverages(crew, peers)
+    return SyncAverages(crew, peers, SYNC_CLASSES[sync](peers, crew.timeout_s))
 
 
-class StageAverages:
+class StageAverages(ABC):
     """Keeps a stage equal on all replicas."""
 
-    def __init__(self, crew: Crew, sync: Sync) -> None:
+    def __init__(self, crew: Crew, peers: Peers) -> None:
         self._crew = crew
-        self._sync = sync
+        self._peers = peers
 
     @property
+    @abstractmethod
     def bytes_sent(self) -> int:
-        return self._sync.bytes_sent
+        """Payload of gradients that this rank has sent so far."""
 
     @torch.no_grad()
     def average(self, module: nn.Module) -> None:
         """Gradients become their means; buffers those of the first replica."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         with self._crew.naming_the_lost("the averaging of gradients"):
-            for group in by_dtype(parameters):
-                self._average(group)
+            if parameters:
+                self._average(parameters)
             if module.training:
                 for group in by_dtype(module.buffers()):
                     self._copy_from_first(group)
 
-    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
-        scale = 1.0 / self._sync.peers.size if self._sync.scales_first else 1.0
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        # Behind the gradients: which of them there are at all, on any replica.
-        has = torch.tensor([float(p.grad is not None) for p in parameters])
-        flat = torch.cat([*(g.reshape(-1) for g in grads), has.to(grads[0])])
-        flat[: -len(has)].mul_(scale)
-        self._sync.start(flat).wait()
-        parts = flat[: -len(has)].split([g.numel() for g in grads])
-        for parameter, part, used in zip(
-            parameters, parts, flat[-len(has) :].ne(0).tolist(), strict=True
-        ):
-            parameter.grad = part.view(parameter.shape).clone() if used else None
+    @abstractmethod
+    def _average(self, parameters: list[nn.Parameter]) -> None: ...
 
     def _copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        dist.broadcast(flat, self._sync.peers.ranks[0], group=self._sync.peers.group)
+        dist.broadcast(flat, self._peers.ranks[0], group=self._peers.group)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
+    def close(self) -> None:  # noqa: B027 (a choice: not every way holds something)
+        """Give back what is held."""
+
+
+class SyncAverages(StageAverages):
+    """By one of our own syncs, all gradients of a dtype in one buffer."""
+
+    def __init__(self, crew: Crew, peers: Peers, sync: Sync) -> None:
+        super().__init__(crew, peers)
+        self._sync = sync
+        self._scale = 1.0 / peers.size if sync.scales_first else 1.0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sync.bytes_sent
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        for group in by_dtype(parameters):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+            # Behind the gradients: which of them there are at all, on any replica.
+            has = torch.tensor([float(p.grad is not None) for p in group])
+            flat = torch.cat([*(g.reshape(-1) for g in grads), has.to(grads[0])])
+            flat[: -len(has)].mul_(self._scale)
+            self._sync.start(flat).wait()
+            means = flat[: -len(has)].split([g.numel() for g in grads])
+            used = flat[-len(has) :].ne(0).tolist()
+            for parameter, mean, is_used in zip(group, means, used, strict=True):
+                parameter.grad = mean.view(parameter.shape) if is_used else None
+
     def close(self) -> None:
         self._sync.close()
+
+
+class DdpAverages(StageAverages):
+    """By torch's DistributedDataParallel.
+
+    It averages what one backward pass makes, and a pipeline's step has many. So there is one more:
+    of Σ p·g, of which the gradient with respect to p is the g that is to be averaged.
+    """
+
+    def __init__(self, crew: Crew, peers: Peers) -> None:
+        super().__init__(crew, peers)
+        self._ddp: DistributedDataParallel | None = None
+        self._bytes_sent = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        if self._ddp is None:
+            self._ddp = DistributedDataParallel(
+                _Products(parameters),
+                process_group=self._peers.group,
+                init_sync=False,
+                find_unused_parameters=True,
+            )
+        gradients = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.enable_grad():
+            self._ddp(gradients).backward()
+        n = self._peers.size
+        self._bytes_sent += 2 * (n - 1) * sum(p.nbytes for p in parameters) // n  # gloo's ring
+
+
+class _Products(nn.Module):
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(parameters)
+
+    def forward(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        total = torch.zeros(())
+        for parameter, gradient in zip(self.own, gradients, strict=True):
+            if gradient is not None:
+                total = total + (parameter * gradient).sum()
+        return total

@@ -45,6 +45,8 @@ FRONT, REST, PIECE, WHOLE = 1, 2, 3, 16
 MAX_SPARES = 8
 BEAT_S = 1.0
 """A rank that has nothing to say shows that it lives."""
+PARTING_S = 1.0
+"""How long threads may take to notice that their peer is lost."""
 CLOSING_TURN_S = 0.02
 TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
@@ -76,6 +78,8 @@ class _Peer:
     num_received: int = 0
     heard_at: float = field(default_factory=time.monotonic)
     lost: PeerLost | None = None
+    has_goodbye: bool = False
+    """Whether we have said it."""
     next_front: Any = None
     is_paused: bool = False
     """Nothing is received from it for the moment."""
@@ -188,6 +192,13 @@ class DistLink(Link):
         with suppress(PeerLost):
             self._start(peer, _LENGTH.pack(len(text) | _SIGN) + text, [])
 
+    def _say_goodbye(self, peer: _Peer, reason: str = "") -> None:
+        """With the peer's lock held: once, whether we leave or answer one who does."""
+        if not peer.has_goodbye:
+            peer.has_goodbye = True
+            self._start_sign(peer, GOODBYE, reason)
+            peer.outgoing.put(None)
+
     def _see_off(self, peer: _Peer) -> None:
         """In a thread: wait until what is sent has gone, and show a sign of life in between."""
         while not peer.lost:
@@ -255,10 +266,8 @@ class DistLink(Link):
         else:
             raise WireError("it sent a sign that means nothing")
         with peer.lock:
-            if self._is_open:
-                self._start_sign(peer, GOODBYE)
+            self._say_goodbye(peer)
             self._part(peer, PeerLost(lost))
-            peer.outgoing.put(None)
 
     def _whole_front(self, peer: _Peer, block: torch.Tensor) -> tuple[bool, bytes]:
         """Whether it is a sign, and all of it."""
@@ -352,14 +361,21 @@ class DistLink(Link):
         deadline = time.monotonic() + farewell_s
         for peer in self._peers.values():
             with peer.lock:
-                self._start_sign(peer, GOODBYE, reason)
-                peer.outgoing.put(None)
+                self._say_goodbye(peer, reason)
         for peer in self._peers.values():
-            while any(map(threading.Thread.is_alive, peer.threads)):
-                if peer.lost or time.monotonic() > deadline:
-                    break
-                peer.threads[0].join(CLOSING_TURN_S)
-                self._part_from_hung()
+            self._wait_for_threads(peer, deadline)
+
+    def _wait_for_threads(self, peer: _Peer, deadline: float) -> None:
+        """Also where the peer is lost: a thread that comes back from gloo while the interpreter
+        ends would end the process with it. Only where gloo never returns is a thread left."""
+        lost_at = 0.0
+        while alive := [thread for thread in peer.threads if thread.is_alive()]:
+            now = time.monotonic()
+            lost_at = lost_at or (now if peer.lost else 0.0)
+            if now > deadline or (lost_at and now > lost_at + PARTING_S):
+                return
+            alive[0].join(CLOSING_TURN_S)
+            self._part_from_hung()
 
 
 class _Outgoing(Job):

@@ -1,0 +1,350 @@
+"""Models of every form made, and stages of a model on meta given the weights of one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal.errors import ModelError
+from shoal.pipeline.build import as_module, check_stages, is_on_meta, materialise, outline
+from shoal.pipeline.graph import read
+from shoal.pipeline.layers import Layer
+from shoal.pipeline.routes import route
+from shoal.pipeline.split import OUTPUT
+from shoal.pipeline.stage import Stage
+from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp
+
+WIDTH = 8
+CPU = torch.device("cpu")
+
+
+def square() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+# -- from what the user gives to a module ----------------------------------------------------------
+
+
+def test_a_module_is_itself() -> None:
+    model = square()
+    assert as_module(model) is model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        MnistCnn,
+        lambda: nn.Sequential(square(), nn.BatchNorm1d(WIDTH)),
+        lambda: [Layer(nn.Linear, WIDTH, WIDTH), nn.ReLU()],
+        lambda: ((nn.Linear, {"in_features": 1, "out_features": 1}), nn.ReLU()),
+        lambda: [square(), nn.ReLU()],
+    ],
+    ids=["class", "function", "layers", "tuples", "modules"],
+)
+def test_what_makes_a_model_is_called_on_meta(make: Any) -> None:
+    model = as_module(make)
+    assert is_on_meta(model)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    assert torch.empty(1).device == CPU  # not longer than that
+
+
+def test_a_list_of_layers_is_built_here() -> None:
+    model = as_module([Layer(nn.Linear, WIDTH, WIDTH), nn.ReLU()])
+    assert not is_on_meta(model)
+    assert model(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
+def test_a_buffer_on_meta_is_seen() -> None:
+    assert is_on_meta(nn.BatchNorm1d(WIDTH, affine=False, device="meta"))
+    assert not is_on_meta(nn.ReLU())
+
+
+def number() -> int:
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (number, "number gave a int; it must give an nn.Module or a list of layers"),
+        (lambda: None, "gave a NoneType"),
+        (lambda: MnistCnn, "gave a type"),
+        (dict, "dict gave a dict"),
+        (list, "the list of layers is empty"),
+        ([], "the list of layers is empty"),
+        ([3], "layer 0: 3 is no Layer"),
+    ],
+)
+def test_what_is_no_model(model: Any, says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        as_module(model)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [3, None, "MnistCnn", {"a": 1}])
+def test_what_is_nothing_of_all_that(model: Any) -> None:
+    with pytest.raises(ModelError) as caught:
+        as_module(model)
+    assert len(caught.value.faults) == 1
+    assert type(model).__name__ in str(caught.value)
+
+
+# -- what must be the same on every rank -----------------------------------------------------------
+
+
+def test_outlines_of_equal_models_are_equal() -> None:
+    assert outline(read(ConvNet())) == outline(read(ConvNet()))
+    with torch.device("meta"):
+        on_meta = ConvNet()
+    assert outline(read(on_meta)) == outline(read(ConvNet()))
+    lines = outline(read(ConvNet()))
+    assert lines[0].startswith("steps ")
+    assert "fc.weight float32 (10, 1568)" in lines
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Sequential(square(), nn.Tanh(), square()).double(),
+        nn.Sequential(square(), nn.Tanh(), nn.Linear(WIDTH, 3)),
+        nn.Sequential(square(), square(), nn.Tanh()),
+        nn.Sequential(square(), nn.Tanh()),
+        nn.Sequential(square(), nn.Tanh(), square(), nn.Tanh()),
+    ],
+    ids=["dtype", "shape", "order", "shorter", "longer"],
+)
+def test_outlines_of_different_models_differ(other: nn.Module) -> None:
+    assert outline(read(other)) != outline(read(nn.Sequential(square(), nn.Tanh(), square())))
+
+
+def test_more_stages_than_steps() -> None:
+    graph = read(nn.Sequential(square(), nn.ReLU()))
+    check_stages(graph, 2)
+    with pytest.raises(ModelError) as caught:
+        check_stages(graph, 3)
+    assert str(caught.value).startswith("3 stages for a model of 2 steps (_0, _1)")
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """Parameters of its own, used by functions; it says itself what they begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.register_buffer("shift", torch.empty(WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.shift.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) + self.shift
+
+
+class Many(nn.Module):
+    """Layers of many kinds, and layers in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(square(), nn.LayerNorm(WIDTH), nn.ReLU()) for _ in range(2)
+        )
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Bilinear(WIDTH, WIDTH, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x, _ = self.gru(self.encoder(x))
+        x = self.norm(x)
+        return self.head(x, x)
+
+
+def on_meta(kind: Any) -> nn.Module:
+    return as_module(kind)
+
+
+def state_after(kind: Any, cuts: Sequence[int], seed: int = 5) -> dict[str, Tensor]:
+    """Of all stages together, each made as its rank would."""
+    state: dict[str, Tensor] = {}
+    for number in range(len(cuts) + 1):
+        graph = read(on_meta(kind))
+        stage = Stage(graph, route(graph, cuts), number)
+        materialise(stage.module, seed, CPU)
+        mine = stage.module.state_dict()
+        assert not set(mine) & set(state)
+        state |= mine
+    return state
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own, self.last = square(), Own(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.own(self.first(x)))
+
+
+class AtTheRoot(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = square(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [MnistCnn, ConvNet, ResidualMlp, Many, Inside, AtTheRoot])
+def test_weights_do_not_depend_on_the_cuts(kind: Any) -> None:
+    num_units = len(read(on_meta(kind)).units)
+    whole = on_meta(kind)
+    materialise(whole, 5, CPU)
+    expected = dict(whole.state_dict())
+    assert not is_on_meta(whole)
+    everywhere = list(range(1, num_units))
+    for cuts in ([], [num_units // 2], everywhere[:: max(1, num_units // 3)], everywhere):
+        found = state_after(kind, cuts)
+        assert set(found) == set(expected)
+        assert [n for n in expected if not torch.equal(found[n], expected[n])] == [], cuts
+
+
+def test_weights_depend_on_the_seed_and_on_the_name() -> None:
+    def made(seed: int) -> nn.Module:
+        model = on_meta(lambda: nn.Sequential(square(), square()))
+        materialise(model, seed, CPU)
+        return model
+
+    one, same, other = made(1), made(1), made(2)
+    assert torch.equal(one[0].weight, same[0].weight)
+    assert not torch.equal(one[0].weight, other[0].weight)
+    assert not torch.equal(one[0].weight, one[1].weight)
+
+
+def test_chance_is_left_as_it_was() -> None:
+    model = on_meta(MnistCnn)
+    before = torch.random.get_rng_state()
+    materialise(model, 5, CPU)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_statistics_begin_at_their_beginning() -> None:
+    model = on_meta(lambda: nn.BatchNorm1d(WIDTH))
+    materialise(model, 5, CPU)
+    assert model.running_mean.tolist() == [0.0] * WIDTH
+    assert model.running_var.tolist() == [1.0] * WIDTH
+    assert model.num_batches_tracked == 0
+
+
+def test_attention_begins_as_torch_begins_it() -> None:
+    """Its own reset sets the bias of a layer inside it, which must not be drawn afterwards."""
+    model = on_meta(lambda: nn.MultiheadAttention(WIDTH, 2))
+    materialise(model, 5, CPU)
+    assert nn.MultiheadAttention(WIDTH, 2).out_proj.bias.tolist() == [0.0] * WIDTH
+    assert model.out_proj.bias.tolist() == [0.0] * WIDTH
+    assert model.in_proj_bias.tolist() == [0.0] * WIDTH
+
+
+def test_what_is_not_on_meta_is_left_alone() -> None:
+    inner = square()
+    model = nn.Sequential(inner, nn.Linear(WIDTH, WIDTH, device="meta"))
+    before = inner.weight.clone()
+    materialise(model, 5, CPU)
+    assert model[0] is inner
+    assert torch.equal(inner.weight, before)
+    assert not is_on_meta(model)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x))
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = on_meta(Tied)
+    materialise(model, 5, CPU)
+    assert model.head.weight is model.embed.weight
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = on_meta(lambda: square().requires_grad_(False))
+    materialise(model, 5, CPU)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [Inside, AtTheRoot])
+def test_a_stage_computes_with_its_weights_in_both_modes(kind: Any, training: bool) -> None:
+    whole = on_meta(kind)
+    materialise(whole, 5, CPU)
+    graph = read(on_meta(kind))
+    stage = Stage(graph, route(graph, []), 0)
+    materialise(stage.module, 5, CPU)
+    stage.module.train(training)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(stage.forward(0, {"x": x}, {})[OUTPUT], whole(x))
+
+
+class Silent(nn.Module):
+    """Says nowhere what its parameters begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Table(nn.Module):
+    """A buffer that is computed when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+def test_modules_that_cannot_be_given_weights_are_named_together() -> None:
+    model = on_meta(lambda: nn.Sequential(square(), Silent(), nn.Sequential(Table()), Silent()))
+    with pytest.raises(ModelError) as caught:
+        materialise(model, 5, CPU)
+    faults = caught.value.faults
+    assert [fault.split(" has no ")[0] for fault in faults] == [
+        "1 (Silent)", "2.0 (Table)", "3 (Silent)"
+    ]  # fmt: skip
+    assert all("reset_parameters()" in fault and "Write one" in fault for fault in faults)
+
+
+def test_the_model_itself_may_be_the_one() -> None:
+    with pytest.raises(ModelError, match=r"^Silent \(Silent\) has no reset_parameters"):
+        materialise(on_meta(Silent), 5, CPU)
+
+
+def test_in_a_stage_they_are_named_as_in_the_model() -> None:
+    graph = read(on_meta(lambda: nn.Sequential(square(), Silent(), square())))
+    stage = Stage(graph, route(graph, [1]), 1)
+    with pytest.raises(ModelError) as caught:
+        materialise(stage.module, 5, CPU)
+    assert str(caught.value).startswith("1 (Silent) has no reset_parameters()")

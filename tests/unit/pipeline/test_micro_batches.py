@@ -1,0 +1,122 @@
+"""Batches cut into micro-batches and put together again: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trees import same
+
+from shoal.errors import ModelError
+from shoal.layout import Share
+from shoal.pipeline.micro_batches import join, num_samples, shares, split
+
+
+def batch_of(size: int) -> dict[str, Any]:
+    """Tensors of every kind, in every place, and what is no tensor."""
+    return {
+        "x": torch.arange(size * 6, dtype=torch.float32).view(size, 3, 2),
+        "more": [
+            torch.arange(size),
+            (torch.arange(size) % 2 == 0, torch.arange(2 * size).view(2, size).t()),
+        ],
+        "scale": torch.tensor(2.0),
+        "n": 3,
+        "name": "text",
+        "none": None,
+    }
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_a_batch_comes_back_whole(size: int, num_parts: int) -> None:
+    parts = shares(size, num_parts)
+    batch = batch_of(size)
+    pieces = split(batch, parts)
+    assert len(pieces) == len(parts) == min(size, num_parts)
+    assert [num_samples(piece, "x") for piece in pieces] == [part.size for part in parts]
+    assert same(join(pieces), batch)
+
+
+@given(st.integers(0, 200), st.integers(1, 50))
+def test_shares_are_all_of_it_once_and_nearly_equal(total: int, num_parts: int) -> None:
+    parts = shares(total, num_parts)
+    assert [sample for part in parts for sample in range(part.start, part.stop)] == list(
+        range(total)
+    )
+    sizes = [part.size for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert {part.total for part in parts} == {total}
+    assert len(parts) == max(1, min(total, num_parts))
+    assert all(sizes) or total == 0
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    assert [part.size for part in shares(10, 4)] == [3, 3, 2, 2]
+    assert [part.size for part in shares(2, 4)] == [1, 1]
+
+
+def test_no_samples_are_one_empty_micro_batch() -> None:
+    assert shares(0, 4) == [Share(0, 0, 0)]
+
+
+def test_one_micro_batch_is_the_batch_itself() -> None:
+    batch = batch_of(3)
+    (only,) = split(batch, shares(3, 1))
+    assert only is batch
+    assert join([batch]) is batch
+
+
+def test_pieces_are_no_copies() -> None:
+    x = torch.zeros(4, 2)
+    first, second = split(x, shares(4, 2))
+    x.fill_(1)
+    assert first.sum() == second.sum() == 4
+
+
+def test_what_has_no_samples_goes_into_every_part() -> None:
+    batch = {"x": torch.ones(4), "scale": torch.tensor(2.0), "n": 3}
+    for piece in split(batch, shares(4, 3)):
+        assert piece["scale"] is batch["scale"]
+        assert piece["n"] == 3
+
+
+def test_outputs_of_every_form_are_put_together() -> None:
+    outputs = [{"logits": torch.ones(n, 2), "aux": (torch.zeros(n, dtype=int), 5)} for n in (3, 2)]
+    whole = join(outputs)
+    assert whole["logits"].shape == (5, 2)
+    assert whole["aux"][0].shape == (5,)
+    assert whole["aux"][1] == 5
+    assert isinstance(whole["aux"], tuple)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.ones(5, 2), 5),
+        ([torch.ones(5, 2), torch.ones(5)], 5),
+        ({"x": torch.ones(5), "scale": torch.tensor(1.0), "n": 2}, 5),
+        (torch.ones(0, 2), 0),
+    ],
+)
+def test_how_many_samples(batch: Any, size: int) -> None:
+    assert num_samples(batch, "x") == size
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ((torch.ones(5, 2), torch.ones(4)), "got (5, 2), (4,)"),
+        ({"n": 3}, "got no tensor"),
+        (None, "got no tensor"),
+        (torch.tensor(1.0), "got ()"),
+    ],
+)
+def test_a_batch_of_no_clear_size(batch: Any, says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        num_samples(batch, "y")
+    assert str(caught.value).startswith("y: the tensors of a batch must have the same number")
+    assert says in str(caught.value)

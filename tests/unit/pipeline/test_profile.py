@@ -1,0 +1,311 @@
+"""Profiles: a cost for every step, and no trace left in the model."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ModelError
+from shoal.pipeline.graph import read
+from shoal.pipeline.partition import Costs, Unit, Value
+from shoal.pipeline.profile import choose_cuts, profile
+from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
+
+WIDTH = 16
+FLOAT_BYTES = 4
+
+
+def square() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def by_name(model: nn.Module, inputs: dict[str, Any]) -> tuple[dict[str, Unit], dict[str, Value]]:
+    graph = read(model)
+    units, values = profile(graph, inputs)
+    assert [unit.name for unit in units] == graph.units
+    names = [*graph.inputs, *graph.units]
+    return {unit.name: unit for unit in units}, dict(zip(names, values, strict=True))
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Parameters, gradients, buffers, modes, and what chance has in store."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    identities = [id(p) for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    chance = torch.random.get_rng_state()
+    yield
+    assert torch.equal(torch.random.get_rng_state(), chance)
+    assert [module.training for module in model.modules()] == modes
+    assert [id(p) for p in model.parameters()] == identities
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+
+
+class Mixed(nn.Module):
+    """Integers, masks, numbers, tuples, a parameter by itself, chance, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.drop = nn.Dropout(0.5)
+        self.fc = square()
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.embed(tokens)) * self.scale + self.shift
+        x = self.drop(x).masked_fill(mask, 0.0).view(tokens.size(0), -1)
+        left, right = x.chunk(2, dim=1)
+        return self.fc(torch.cat([right, left], dim=1)), x.argmax(dim=1)
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.scale)
+        self.shift.fill_(0.5)
+
+
+def mixed_inputs() -> dict[str, Any]:
+    return {"tokens": torch.tensor([1, 2, 3]), "mask": torch.rand(3, WIDTH) > 0.5}
+
+
+MODELS: list[tuple[nn.Module, dict[str, Any]]] = [
+    (MnistCnn(), {"x": torch.randn(2, 1, 28, 28)}),
+    (ConvNet(), {"x": torch.randn(2, 1, 28, 28)}),
+    (TutorialCnn(), {"x": torch.randn(2, 1, 28, 28)}),
+    (ResidualMlp(8), {"x": torch.randn(2, 1)}),
+    (Mixed(), mixed_inputs()),
+]
+IDS = [type(model).__name__ for model, _ in MODELS]
+
+
+@pytest.mark.parametrize(("model", "inputs"), MODELS, ids=IDS)
+def test_every_step_has_its_costs(model: nn.Module, inputs: dict[str, Any]) -> None:
+    units, values = profile(graph := read(model), inputs)
+    assert [unit.name for unit in units] == graph.units
+    assert all(unit.forward_s > 0 and unit.backward_s >= 0 for unit in units)
+    assert len(values) == len(graph.inputs) + len(units)
+    users = list(graph.users().values())
+    assert [list(value.used_by) for value in values] == users
+    # No parameter is used twice here, so together they are the model's.
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(unit.parameter_bytes for unit in units) == whole
+
+
+def test_bytes_of_what_is_made_and_kept() -> None:
+    model = nn.Sequential(square(), nn.ReLU(), nn.Linear(WIDTH, 3))
+    units, values = by_name(model, {read(model).inputs[0]: torch.randn(5, WIDTH)})
+    assert [unit.kept_bytes for unit in units.values()] == [5 * WIDTH * 4] * 2 + [5 * 3 * 4]
+    assert [value.size_bytes for value in values.values()] == [5 * WIDTH * 4] * 3 + [5 * 3 * 4]
+    assert [unit.parameter_bytes for unit in units.values()] == [
+        FLOAT_BYTES * (WIDTH * WIDTH + WIDTH), 0, FLOAT_BYTES * (WIDTH * 3 + 3)
+    ]  # fmt: skip
+
+
+def test_what_has_a_gradient() -> None:
+    _, values = by_name(Mixed(), mixed_inputs())
+    with_gradient = {name for name, value in values.items() if value.has_gradient}
+    assert {"embed", "norm", "masked_fill", "chunk", "fc"} <= with_gradient
+    assert not with_gradient & {"tokens", "mask", "size", "argmax"}
+
+
+def test_a_slow_step_is_found() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x
+            for _ in range(300 if x.sum() > -1e9 else 1):  # kept whole, as it cannot be read
+                y = y @ x
+            return y.clamp(-1, 1)
+
+    model = nn.Sequential(nn.ReLU(), Slow(), nn.ReLU())
+    units, _ = profile(graph := read(model), {read(model).inputs[0]: torch.rand(32, 32) / 32})
+    slowest = max(units, key=lambda unit: unit.forward_s)
+    assert slowest.name == graph.units[1]
+
+
+@pytest.mark.parametrize(("model", "inputs"), MODELS, ids=IDS)
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_the_model_is_left_as_it_was(
+    model: nn.Module, inputs: dict[str, Any], has_gradients: bool
+) -> None:
+    model = copy.deepcopy(model)
+    if has_gradients:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+    given = copy.deepcopy(inputs)
+    with unchanged(model):
+        profile(read(model), inputs)
+    torch.testing.assert_close(inputs, given, rtol=0, atol=0)
+
+
+def test_the_model_is_left_as_it_was_without_gradients() -> None:
+    model, inputs = Mixed(), mixed_inputs()
+    with torch.no_grad(), unchanged(model):
+        units, _ = profile(read(model), inputs)
+    assert max(unit.backward_s for unit in units) > 0
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, WIDTH)
+
+        def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+            return self.embed(tokens.add_(1)) + x.relu_()
+
+    tokens, x = torch.zeros(3, dtype=torch.int64), -torch.ones(3, WIDTH)
+    x.requires_grad_(False)
+    profile(read(Net()), {"tokens": tokens, "x": x})
+    assert tokens.tolist() == [0, 0, 0]
+    assert x.sum() == -3 * WIDTH
+
+
+def test_an_input_that_needs_a_gradient_gets_none() -> None:
+    model = ResidualMlp(8)
+    x = torch.randn(2, 1, requires_grad=True)
+    profile(read(model), {"x": x})
+    assert x.grad is None
+
+
+def test_steps_in_place() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.relu, self.b = square(), nn.ReLU(inplace=True), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.relu(self.a(x))).tanh_()
+
+    units, _ = by_name(Net(), {"x": torch.randn(3, WIDTH)})
+    assert list(units) == ["a", "relu", "b", "tanh_"]
+
+
+def test_named_fields_of_a_tuple() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).max(dim=1).values
+
+    units, _ = by_name(Net(), {"x": torch.randn(3, WIDTH)})
+    assert list(units) == ["a", "max_1", "getattr_1"]
+
+
+def test_frozen_parameters() -> None:
+    model = ResidualMlp(8).requires_grad_(False)
+    units, _ = by_name(model, {"x": torch.randn(2, 1)})
+    assert sum(unit.parameter_bytes for unit in units.values()) > 0
+
+
+# -- on meta ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "inputs"), MODELS, ids=IDS)
+def test_a_model_on_meta_stays_there(model: nn.Module, inputs: dict[str, Any]) -> None:
+    on_meta = copy.deepcopy(model).to("meta")
+    graph = read(on_meta)
+    chance = torch.random.get_rng_state()
+    units, values = profile(graph, inputs)
+    assert {t.device.type for t in on_meta.state_dict().values()} == {"meta"}
+    assert torch.equal(torch.random.get_rng_state(), chance)
+    there, values_there = profile(read(model), inputs)
+    for mine, other in zip(units, there, strict=True):
+        assert mine.forward_s > 0
+        assert (mine.name, mine.parameter_bytes, mine.kept_bytes) == (
+            other.name, other.parameter_bytes, other.kept_bytes
+        )  # fmt: skip
+    assert values == values_there
+
+
+def test_one_layer_of_a_model_on_meta_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    num_alive: list[int] = []
+    reset = nn.Linear.reset_parameters
+
+    def counted(layer: nn.Linear) -> None:
+        reset(layer)
+        made.append(weakref.ref(layer.weight))
+        num_alive.append(sum(each() is not None for each in made))
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(square() for _ in range(6)))
+    graph = read(model)
+    monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
+    profile(graph, {graph.inputs[0]: torch.randn(3, WIDTH)})
+    assert len(made) == 6
+    assert max(num_alive) <= 2  # one is made while the one before it is thrown away
+    assert all(each() is None for each in made)
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_a_shape_that_does_not_fit_is_named_with_its_step() -> None:
+    model = nn.Sequential(square(), nn.ReLU(), nn.Linear(WIDTH + 1, 2))
+    graph = read(model)
+    with pytest.raises(ModelError) as caught:
+        profile(graph, {graph.inputs[0]: torch.randn(3, WIDTH)})
+    text = str(caught.value)
+    assert text.startswith(f"step {graph.units[2]} of the model")
+    assert f"(3, {WIDTH})" in text
+    assert caught.value.__cause__ is not None
+
+
+def test_shapes_that_do_not_fit_each_other() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.add(input=x, other=y)
+
+    with pytest.raises(ModelError) as caught:
+        profile(read(Net()), {"x": torch.randn(3, 4), "y": torch.randn(5, 4)})
+    text = str(caught.value)
+    assert text.startswith("step add of the model")
+    assert "(3, 4), (5, 4)" in text
+
+
+def test_an_error_leaves_the_model_as_it_was_too() -> None:
+    model = nn.Sequential(square(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), nn.Linear(3, 3))
+    graph, x = read(model), torch.randn(3, WIDTH)
+    with unchanged(model), pytest.raises(ModelError):
+        profile(graph, {graph.inputs[0]: x})
+
+
+# -- cuts ------------------------------------------------------------------------------------------
+
+
+def test_cuts_are_chosen_where_the_work_is_halved() -> None:
+    class Work(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x
+            for _ in range(200 if x.sum() > -1e9 else 1):
+                y = (y @ x).clamp(-1, 1)
+            return y
+
+    model = nn.Sequential(nn.ReLU(), Work(), nn.ReLU(), Work(), nn.ReLU(), nn.ReLU(), nn.ReLU())
+    graph = read(model)
+    inputs = {graph.inputs[0]: torch.rand(32, 32) / 32}
+    (cut,) = choose_cuts(graph, inputs, 2, Costs())
+    assert cut in (2, 3)
+
+
+def test_cuts_do_not_part_what_is_shared() -> None:
+    inner = square()
+    model = nn.Sequential(inner, nn.ReLU(), inner, square())
+    graph = read(model)
+    inputs = {graph.inputs[0]: torch.randn(3, WIDTH)}
+    assert choose_cuts(graph, inputs, 2, Costs()) == [3]
+    with pytest.raises(ModelError):
+        choose_cuts(graph, inputs, 3, Costs())

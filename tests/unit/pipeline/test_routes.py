@@ -1,0 +1,985 @@
+"""Models cut into stages that all run here, by hand: the same bits as the model in one piece."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal.pipeline.graph import Graph, cuts_at, read
+from shoal.pipeline.layers import Layer, model_of
+from shoal.pipeline.routes import Port, Routes, route
+from shoal.pipeline.split import OUTPUT, stage_module, values_made
+from shoal.pipeline.stage import Stage
+from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
+from shoal.wire.tree import allocate, memory_of, read_plan, take_apart, tensors_of, view_of
+
+WIDTH = 8
+Inputs = dict[str, Any]
+Loss = Callable[[Any], Tensor]
+
+
+# -- stages without links --------------------------------------------------------------------------
+
+
+def sent(tree: Any) -> Any:
+    """What a link would deliver: the same values in other memory."""
+    parcel = take_apart(tree)
+    received = []
+    for slot, content in zip(parcel.slots, parcel.buffers, strict=True):
+        tensor = allocate(slot)
+        view_of(memory_of(tensor))[:] = view_of(memory_of(content))
+        received.append(tensor)
+    return read_plan(parcel.plan, parcel.slots).build(received)
+
+
+class Row:
+    """All stages of a model, and the mail between them."""
+
+    def __init__(self, model: nn.Module, cuts: Sequence[int], names: list[str] | None = None):
+        self.graph = read(model, names)
+        self.routes = route(self.graph, cuts)
+        self.stages = [Stage(self.graph, self.routes, n) for n in range(len(cuts) + 1)]
+        self.mail: dict[tuple[str, int, int, int], Any] = {}
+        """By direction, micro-batch, sender and receiver: what is on its way."""
+
+    def forward(self, inputs: Inputs, micro_batch: int = 0) -> Any:
+        made: dict[str, Any] = {}
+        for stage in self.stages:
+            number = stage.number
+            arrived = {
+                source: self.mail.pop(("F", micro_batch, source, number))
+                for source in self.routes.sources(number)
+            }
+            made = stage.forward(micro_batch, inputs if number == 0 else {}, arrived)
+            for target in self.routes.targets(number):
+                self.mail["F", micro_batch, number, target] = sent(stage.parcel(made, target))
+        return made[OUTPUT]
+
+    def backward(self, loss: Tensor, micro_batch: int = 0) -> None:
+        self.stages[-1].keep_loss(micro_batch, loss)
+        for stage in reversed(self.stages):
+            number = stage.number
+            arrived = {
+                target: self.mail.pop(("B", micro_batch, target, number))
+                for target in self.routes.targets(number)
+            }
+            gradients = stage.backward(micro_batch, arrived)
+            assert sorted(gradients) == self.routes.sources(number)
+            for source, values in gradients.items():
+                self.mail["B", micro_batch, number, source] = sent(values)
+
+
+def total(output: Any) -> Tensor:
+    """A loss to which every element of every output adds something of its own."""
+    parts = [
+        (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).reshape(t.shape)).sum()
+        for t in tensors_of(output).values()
+        if t.is_floating_point()
+    ]
+    return sum(parts, start=torch.zeros(()))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """The same tensors, to the bit, in the same places."""
+    mine, others = tensors_of([a]), tensors_of([b])
+    return list(mine) == list(others) and all(
+        t.dtype == other.dtype and torch.equal(t, other)
+        for t, other in zip(mine.values(), others.values(), strict=True)
+    )
+
+
+def check_same(
+    model: nn.Module,
+    cuts: Sequence[int],
+    *batches: Inputs,
+    names: list[str] | None = None,
+    loss: Loss = total,
+) -> None:
+    """Outputs, gradients and buffers, of several micro-batches that are all alive at once."""
+    plain, cut = copy.deepcopy(model), copy.deepcopy(model)
+    theirs, mine = copy.deepcopy(batches), copy.deepcopy(batches)
+    torch.manual_seed(11)
+    expected = [plain(**batch) for batch in theirs]
+    for output in expected:
+        if loss(output).requires_grad:
+            loss(output).backward()
+    row = Row(cut, cuts, names)
+    torch.manual_seed(11)
+    found = [row.forward(batch, number) for number, batch in enumerate(mine)]
+    assert all(stage.num_kept == len(batches) for stage in row.stages)
+    for number, output in enumerate(found):
+        row.backward(loss(output), number)
+    assert all(stage.num_kept == 0 for stage in row.stages)
+    assert not row.mail
+    where = [row.graph.units[number] for number in cuts]
+    assert alike(found, expected), where
+    wanted, got = gradients_of(plain), gradients_of(cut)
+    assert [n for n in wanted if not alike(got[n], wanted[n])] == [], where
+    assert alike(dict(cut.state_dict()), dict(plain.state_dict())), where
+    for a, b in zip(tensors_of(theirs).values(), tensors_of(mine).values(), strict=True):
+        assert alike(b.grad, a.grad), where
+
+
+def at(model: nn.Module, *names: str) -> list[int]:
+    return cuts_at(read(model), names, len(names) + 1)
+
+
+def x_of(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def square() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+# -- any graph, cut anywhere -----------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One line of a drawn model: `kind` of earlier values, by number."""
+
+    kind: str
+    takes: tuple[int, ...]
+    mask: int = 0
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model as drawn: every value may be used by any number of later steps."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    form: str
+    """Of what is returned."""
+
+
+class Drawn(nn.Module):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        for number, step in enumerate(recipe.steps):
+            if step.kind in ("linear", "norm"):
+                kind = nn.Linear(WIDTH, WIDTH) if step.kind == "linear" else nn.LayerNorm(WIDTH)
+                self.add_module(f"layer{number}", kind.requires_grad_(not step.is_frozen))
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Any:
+        values, masks = [x, y], [mask]
+        for number, step in enumerate(self.recipe.steps):
+            taken = [values[each] for each in step.takes]
+            match step.kind:
+                case "linear" | "norm":
+                    values.append(self.get_submodule(f"layer{number}")(*taken))
+                case "tanh":
+                    values.append(torch.tanh(taken[0]))
+                case "add":
+                    values.append(taken[0] + taken[1])
+                case "scale":
+                    values.append(taken[0] * torch.sigmoid(taken[1]))
+                case "compare":
+                    masks.append(taken[0] > 0)
+                case "where":
+                    values.append(torch.where(masks[step.mask % len(masks)], *taken))
+                case "swap":
+                    left, right = taken[0].chunk(2, dim=1)
+                    values.append(torch.cat([right, left], dim=1))
+                case "fold":  # a number that is made here and used later
+                    values.append(taken[0].tanh().view(taken[1].size(0), -1))
+        made = [values[each] for each in self.recipe.outputs]
+        if self.recipe.form == "tuple":
+            return (*made, masks[-1])
+        return {"all": made, "last": {"mask": masks[-1], "value": values[-1]}}
+
+
+TAKES = {"linear": 1, "norm": 1, "tanh": 1, "compare": 1, "swap": 1} | dict.fromkeys(
+    ("add", "scale", "where", "fold"), 2
+)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Few values are used by many: three gradients that meet show in which order they are added."""
+    steps = [Step("linear", (0,))]
+    num_values, hub = 3, 2
+    unused = {0, 1, 2}
+    for _ in range(draw(st.integers(2, 9))):
+        kind = draw(st.sampled_from(["linear", "linear", "add", "add", *TAKES]))
+        others = draw(st.permutations([v for v in range(num_values) if v != hub]))
+        # Different values: what one step does with one value twice has a test of its own.
+        takes = others[: TAKES[kind]]
+        if draw(st.integers(0, 3)):
+            takes[draw(st.integers(0, len(takes) - 1))] = hub
+        is_frozen = draw(st.integers(0, 3)) == 3
+        steps.append(Step(kind, tuple(takes), draw(st.integers(0, 3)), is_frozen))
+        unused -= set(takes)
+        if kind != "compare":
+            unused.add(num_values)
+            num_values += 1
+        if draw(st.integers(0, 4)) == 4:
+            hub = draw(st.integers(0, num_values - 1))
+    more = draw(st.sets(st.integers(0, num_values - 1), max_size=2))
+    outputs = draw(st.permutations(sorted(unused | more)))
+    return Recipe(tuple(steps), tuple(outputs), draw(st.sampled_from(["tuple", "dict"])))
+
+
+@settings(deadline=None, max_examples=200)
+@given(recipes(), st.data())
+def test_any_graph_cut_anywhere_is_the_same_to_the_bit(recipe: Recipe, data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    model = Drawn(recipe)
+    graph = read(model)
+    places = list(range(1, len(graph.units)))
+    cuts = sorted(
+        data.draw(st.sets(st.sampled_from(places), max_size=4) if places else st.just({}))
+    )
+    needs = data.draw(st.booleans(), label="x needs a gradient")
+    batches = [
+        {
+            "x": x_of(3, WIDTH, seed=number).requires_grad_(needs),
+            "y": x_of(3, WIDTH, seed=number + 10),
+            "mask": x_of(3, WIDTH, seed=number + 20) > 0,
+        }
+        for number in range(data.draw(st.integers(1, 2), label="micro-batches"))
+    ]
+    check_table(graph, cuts)
+    check_same(model, cuts, *batches)
+
+
+def check_table(graph: Graph, cuts: Sequence[int]) -> None:
+    """Every value goes from where it is made straight to each stage that uses it, once."""
+    routes = route(graph, cuts)
+    number = {name: i for i, name in enumerate(graph.units)}
+    found = {
+        (port.value, port.source, stage)
+        for stage, ports in enumerate(routes.ports)
+        for port in ports
+    }
+    assert len(found) == sum(map(len, routes.ports))
+    wanted = set()
+    for node in graph.training.nodes:
+        for source in node.all_input_nodes:
+            made = routes.stage_of(number[source.name]) if source.name in number else 0
+            used = routes.num_stages - 1
+            if node.name in number:
+                used = routes.stage_of(number[node.name])
+            if made != used:
+                wanted.add((source.name, made, used))
+    assert found == wanted
+    everyone = range(routes.num_stages)
+    assert [unit for s in everyone for unit in routes.units_of(s)] == list(number.values())
+    for stage in everyone:
+        assert routes.sources(stage) == sorted({s for _, s, t in wanted if t == stage})
+        assert routes.targets(stage) == sorted({t for _, s, t in wanted if s == stage})
+        for source in everyone:
+            ports = routes.between(source, stage)
+            assert [p for p in routes.ports[stage] if p.source == source] == ports
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+class FanOut(nn.Module):
+    """What `a` gives is used by every later layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (square() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.a(x)
+        return self.d(self.c(self.b(v) + v) + v) + v
+
+
+def test_a_value_goes_straight_from_its_maker_to_all_who_use_it() -> None:
+    graph = read(FanOut())
+    assert graph.units == ["a", "b", "add", "c", "add_1", "d", "add_2"]
+    routes = route(graph, [1, 3, 5])
+    assert routes.ports[0] == []
+    assert routes.ports[1] == [Port("a", 0, ["a__1", "a__2"])]
+    assert routes.ports[2] == [Port("a", 0, ["a"]), Port("add", 1, ["add"])]
+    assert routes.ports[3] == [Port("a", 0, ["a"]), Port("add_1", 2, ["add_1"])]
+    assert [routes.targets(stage) for stage in range(4)] == [[1, 2, 3], [2], [3], []]
+    assert [routes.sources(stage) for stage in range(4)] == [[], [0], [0, 1], [0, 2]]
+    assert routes.between(0, 3) == [Port("a", 0, ["a"])]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "places"),
+    [
+        ([1], [["a"]]),  # all uses in one stage: it adds them up itself, in the same order
+        ([1, 6], [["a__1", "a__2", "a__4"], ["a"]]),
+        ([1, 4], [["a__1", "a__2"], ["a"]]),  # the last stage of several begins the sum
+        ([1, 2, 4, 6], [["a"], ["a"], ["a"], ["a"]]),  # one use each
+        ([2], [["a"]]),
+        ([3], [["a"]]),
+    ],
+)
+def test_uses_have_places_of_their_own_only_where_it_matters(
+    cuts: list[int], places: list[list[str]]
+) -> None:
+    graph = read(FanOut())
+    ports = [port for ports in route(graph, cuts).ports for port in ports if port.value == "a"]
+    assert [port.places for port in ports] == places
+    check_same(FanOut(), cuts, {"x": x_of(5, WIDTH)})
+
+
+def test_one_stage_gets_nothing() -> None:
+    graph = read(FanOut())
+    routes = route(graph, [])
+    assert routes == Routes([], [[]], 7)
+    assert routes.num_stages == 1
+    assert list(routes.units_of(0)) == list(range(7))
+    check_same(FanOut(), [], {"x": x_of(5, WIDTH)})
+
+
+class LateInputs(nn.Module):
+    """Inputs of every kind, used early, late, twice and never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.a, self.b, self.c = square(), square(), square()
+
+    def forward(self, tokens: Tensor, x: Tensor, mask: Tensor, unused: Tensor, n: int) -> Tensor:
+        v = self.a(self.embed(tokens))
+        w = self.b(v.masked_fill(mask, 0.0)) * n
+        return self.c(torch.where(mask, w, x)) + self.embed.num_embeddings
+
+
+def late_inputs() -> Inputs:
+    return {
+        "tokens": torch.tensor([1, 2, 9]),
+        "x": x_of(3, WIDTH),
+        "mask": x_of(3, WIDTH, seed=4) > 0,
+        "unused": torch.ones(3),
+        "n": 2,
+    }
+
+
+def test_inputs_that_late_stages_use_come_from_the_first() -> None:
+    graph = read(LateInputs())
+    assert graph.units == ["embed", "a", "masked_fill", "b", "mul", "where", "c", "add"]
+    routes = route(graph, [2, 5])
+    assert routes.ports[1] == [
+        Port("mask", 0, ["mask"]),
+        Port("n", 0, ["n"]),
+        Port("a", 0, ["a"]),
+    ]
+    assert routes.ports[2] == [
+        Port("x", 0, ["x"]),
+        Port("mask", 0, ["mask"]),
+        Port("mul", 1, ["mul"]),
+    ]
+    assert values_made(graph, routes, 0) == ["x", "mask", "n", "a"]
+    assert values_made(graph, routes, 1) == ["mul"]
+    assert values_made(graph, routes, 2) == [OUTPUT]
+
+
+def test_integers_booleans_and_plain_numbers_cross() -> None:
+    every = list(range(1, 8))
+    check_same(LateInputs(), every, late_inputs())
+    for cut in every:
+        check_same(LateInputs(), [cut], late_inputs())
+
+
+# -- parts of models -------------------------------------------------------------------------------
+
+
+def test_a_part_shares_the_models_own_parameters_and_has_no_others() -> None:
+    model = ConvNet()
+    graph = read(model)
+    routes = route(graph, at(model, "layer2", "fc"))
+    parts = [stage_module(graph, routes, number, training=True) for number in range(3)]
+    names = [[name for name, _ in part.named_parameters()] for part in parts]
+    assert names[1] == ["layer2.0.weight", "layer2.0.bias", "layer2.1.weight", "layer2.1.bias"]
+    assert [each for own in names for each in own] == [n for n, _ in model.named_parameters()]
+    own = dict(model.named_parameters())
+    for part in parts:
+        assert all(own[name] is parameter for name, parameter in part.named_parameters())
+
+
+class Holder(nn.Module):
+    """Parameters and buffers that are used by themselves, of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = square()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.register_buffer("table", torch.rand(WIDTH), persistent=False)
+        self.last = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        return self.last(x + self.shift) * self.table
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_the_states_of_the_parts_together_are_the_models(cut: int) -> None:
+    """Each rank asks rank 0 for what its part's state names, and rank 0 has the model's state."""
+    model = Holder()
+    graph = read(model)
+    routes = route(graph, [cut])
+    states = [dict(Stage(graph, routes, number).module.state_dict()) for number in range(2)]
+    assert not set(states[0]) & set(states[1])
+    assert set(states[0] | states[1]) == set(model.state_dict())
+    check_same(model, [cut], {"x": x_of(3, WIDTH)})
+
+
+class Sliced(nn.Module):
+    """Uses a piece of a buffer, which torch.fx takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+        self.a, self.b = square(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * self.mask[2])
+
+
+def test_a_piece_of_a_buffer_is_no_part_of_the_state() -> None:
+    model = Sliced()
+    names = set(model.state_dict())
+    check_same(model, [1], {"x": x_of(3, WIDTH)})
+    row = Row(model, [1])
+    assert set().union(*(stage.module.state_dict() for stage in row.stages)) == names
+    assert set(model.state_dict()) == names
+
+
+# -- whole models ----------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Attention(nn.Module):
+    """Attention in functions: shapes, numbers and transposed values cross the cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (square() for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            project(x).view(batch, length, 2, -1).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        scores = (q @ k.transpose(-2, -1)).masked_fill(mask, float("-inf"))
+        mixed = torch.softmax(scores, dim=-1) @ v
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+ZOO: list[tuple[nn.Module, Inputs]] = [
+    (MnistCnn(), {"x": x_of(2, 1, 28, 28)}),
+    (ConvNet(), {"x": x_of(2, 1, 28, 28)}),
+    (TutorialCnn(), {"x": x_of(2, 1, 28, 28)}),
+    (ResidualMlp(32), {"x": x_of(4, 1)}),
+    (Transformer(), {"tokens": torch.arange(6).view(2, 3)}),
+    (Attention(), {"x": x_of(2, 3, WIDTH), "mask": torch.ones(3, 3).triu(1).bool()}),
+]
+IDS = [type(model).__name__ for model, _ in ZOO]
+
+
+@pytest.mark.parametrize(("model", "inputs"), ZOO, ids=IDS)
+def test_every_cut_of_known_models(model: nn.Module, inputs: Inputs) -> None:
+    places = range(1, len(read(model).units))
+    for cut in places:
+        check_same(model, [cut], inputs)
+    check_same(model, list(places), inputs, inputs)
+
+
+@pytest.mark.parametrize(("model", "inputs"), ZOO, ids=IDS)
+def test_in_eval_without_gradients_nothing_is_kept(model: nn.Module, inputs: Inputs) -> None:
+    model = copy.deepcopy(model).eval()
+    row = Row(model, list(range(1, len(read(model).units))))
+    with torch.no_grad():
+        assert alike(row.forward(inputs), model(**inputs))
+    assert all(stage.num_kept == 0 for stage in row.stages)
+
+
+def test_a_list_of_layers() -> None:
+    model = model_of(
+        [
+            Layer(nn.Linear, WIDTH, WIDTH, gives=["a", "again"]),
+            Layer(nn.ReLU, gives="b"),
+            Layer(nn.Linear, WIDTH, WIDTH, takes="a"),
+            Layer(nn.Linear, WIDTH, WIDTH, takes=["again", "b"]),
+            Layer(nn.Linear, 3 * WIDTH, WIDTH, takes=["a", "b"], combine="cat"),
+        ]
+    )
+    places = range(1, len(read(model).units))
+    for first in places:
+        for second in range(first + 1, places.stop):
+            check_same(model, [first, second], {"x": x_of(3, WIDTH)})
+
+
+def test_dropout_by_function_is_off_in_eval() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(functional.dropout(self.a(x), 0.5, training=self.training))
+
+    model, x = Net(), x_of(3, WIDTH)
+    check_same(model, [1], {"x": x})
+    row = Row(model, [1])
+    for stage in row.stages:
+        stage.module.train()
+    assert not torch.equal(row.forward({"x": x}, 0), row.forward({"x": x}, 1))
+    for stage in row.stages:
+        stage.module.eval()
+    assert torch.equal(row.forward({"x": x}, 2), model.eval()(x))
+
+
+class ShowsMore(nn.Module):
+    """Gives the features too, but only in eval()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = square(), square(), square()
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.a(x)
+        out = self.c(self.b(features))
+        return out if self.training else (out, features)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cuts", [[1], [1, 2]])
+def test_what_only_one_mode_returns(cuts: list[int], training: bool) -> None:
+    check_same(ShowsMore().train(training), cuts, {"x": x_of(3, WIDTH)})
+
+
+class BestOf(nn.Module):
+    """torch.max gives a tuple whose fields have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = square(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.a(x).max(dim=1)
+        return self.b(x * best.values.unsqueeze(1)) + best.indices.unsqueeze(1)
+
+
+def test_named_fields_of_a_tuple_can_be_used_in_a_later_stage() -> None:
+    for cut in range(1, len(read(BestOf()).units)):
+        check_same(BestOf(), [cut], {"x": x_of(3, WIDTH)})
+
+
+def test_a_dtype_or_a_device_that_a_later_stage_asks_for() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.b(x) * mask.to(x.dtype) + torch.ones(1, device=x.device)
+
+    model = Net()
+    inputs = {"x": x_of(3, WIDTH), "mask": x_of(3, WIDTH) > 0}
+    for cut in range(1, len(read(model).units)):
+        check_same(model, [cut], inputs)
+
+
+def test_named_inputs_that_have_defaults() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 2.0) -> Tensor:
+            x = self.b(self.a(x) * scale)
+            return x if mask is None else x.masked_fill(mask, 0.0)
+
+    x, mask = x_of(3, WIDTH), x_of(3, WIDTH, seed=1) > 0
+    check_same(Net(), [1], {"x": x})
+    check_same(Net(), [1, 2], {"x": x, "mask": mask}, names=["x", "mask"])
+
+
+def test_a_default_of_several_values() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor, shape: tuple[int, int] = (-1, WIDTH)) -> dict[str, Tensor]:
+            x = self.a(x)
+            return {"first": x, "last": self.b(x).view(*shape)}
+
+    check_same(Net(), [1], {"x": x_of(3, WIDTH)})
+
+
+# -- to the bit, where it is harder ----------------------------------------------------------------
+
+
+class Uses(nn.Module):
+    """A value that `middle` uses more than once, and the end again."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor] | nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.c = square(), square(), square()
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.a(x)
+        return self.c(self.b(self.middle(v)) + v)
+
+
+class Branches(nn.Module):
+    """Kept whole, as torch.fx cannot read it; uses its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x) if x.sum() > -1e9 else x
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [lambda v: v * v, lambda v: torch.stack([v, v, v]).prod(dim=0), Branches()],
+    ids=["product", "stack", "module"],
+)
+def test_one_step_that_uses_a_value_twice(middle: Any) -> None:
+    """In one process: (what came later + first use) + second use, in this order."""
+    model = Uses(middle)
+    (b,) = at(model, "b")
+    end = len(read(model).units) - 2  # the last sum
+    for seed in range(3):
+        check_same(model, [1, end], {"x": x_of(5, WIDTH, seed=seed)})
+        check_same(model, [1, b, end], {"x": x_of(5, WIDTH, seed=seed)})
+
+
+class Same(nn.Module):
+    """A step that gives back the very tensor it was given: two names, one value."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor] | nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (square() for _ in range(5))
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.a(x)
+        w = self.step(v)
+        return self.e(self.b(v) + self.c(w) + self.d(v))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [nn.Identity(), nn.Dropout(0.0), lambda v: v.flatten(1), lambda v: v.float().contiguous()],
+    ids=["identity", "dropout", "flatten", "float"],
+)
+def test_two_names_for_one_tensor(step: Any) -> None:
+    model = Same(step)
+    num_units = len(read(model).units)
+    for cuts in ([num_units - 6], at(model, "c"), at(model, "b", "c", "d"), [1, *at(model, "b")]):
+        check_same(model, cuts, {"x": x_of(5, WIDTH)})
+
+
+def test_a_tuple_whose_elements_are_used_often() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, 2 * WIDTH)
+            self.b, self.c, self.d = square(), square(), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = self.a(x).chunk(2, dim=1)
+            return self.d(self.b(left) + self.c(right) + left * right) + left
+
+    model = Net()
+    for first in range(1, 8):
+        for second in range(first + 1, 9):
+            check_same(model, [first, second], {"x": x_of(5, WIDTH)})
+
+
+def test_transposed_values_and_gradients() -> None:
+    """How a tensor lies in memory decides in which order its sums are made."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = square(), square(), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).t() @ self.c(x))
+
+    for cut in range(1, 5):
+        check_same(Net(), [cut], {"x": x_of(WIDTH, WIDTH)})
+
+
+def test_channels_last() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
+    ).to(memory_format=torch.channels_last)
+    x = x_of(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    (name,) = read(model).inputs
+    for cut in range(1, 5):
+        row = Row(copy.deepcopy(model), [cut])
+        expected = model(x)
+        assert torch.equal(row.forward({name: x}), expected), cut
+
+
+# -- steps in place --------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    def __init__(self, step: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b = square(), square()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.step(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda v: v.relu_(),
+        lambda v: functional.relu(v, inplace=True),
+        lambda v: torch.relu_(v),
+        lambda v: functional.leaky_relu_(v),
+        lambda v: v.mul_(2).add_(1),
+        nn.ReLU(inplace=True),
+    ],
+    ids=["method", "functional", "torch", "leaky", "twice", "module"],
+)
+def test_a_stage_may_begin_with_a_step_in_place(step: Any) -> None:
+    model = InPlace(step)
+    for cut in range(1, len(read(model).units)):
+        check_same(model, [cut], {"x": x_of(3, WIDTH)})
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_input_changed_in_place_is_changed_for_those_who_use_it_later(is_kept: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            clipped = x.relu_()
+            out = self.b(self.a(x))
+            return out + clipped if is_kept else out
+
+    (cut,) = at(Net(), "b")
+    model, x = Net(), x_of(3, WIDTH)
+    expected = model(x.clone())
+    assert torch.equal(Row(model, [cut]).forward({"x": x.clone()}), expected)
+
+
+def test_a_step_in_place_whose_result_nobody_takes() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            x.relu_()
+            return self.b(x)
+
+    check_same(Net(), at(Net(), "b"), {"x": x_of(3, WIDTH)})
+
+
+# -- which gradients travel ------------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """`a` may be frozen; what `b` gives is used without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = square(), square(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.a(x)
+        w = self.b(v)
+        return self.c(v * (w > 0)) + w.argmax(dim=1, keepdim=True)
+
+
+def forward_to(row: Row, number: int, inputs: Inputs) -> dict[int, Any]:
+    """The parcels that come to stage `number`, as it gets them."""
+    parcels: dict[int, dict[int, Any]] = {stage.number: {} for stage in row.stages}
+    for stage in row.stages[:number]:
+        mine = inputs if stage.number == 0 else {}
+        made = stage.forward(0, mine, parcels[stage.number])
+        for target in row.routes.targets(stage.number):
+            parcels[target][stage.number] = sent(stage.parcel(made, target))
+    return parcels[number]
+
+
+def test_a_value_that_gets_no_gradient_sends_none() -> None:
+    row = Row(Partly(), [2])
+    assert [port.value for port in row.routes.ports[1]] == ["a", "b"]
+    arrived = forward_to(row, 1, {"x": x_of(3, WIDTH)})
+    assert [needs for _, needs in arrived[0]] == [[True], [True]]
+    last = row.stages[1]
+    made = last.forward(0, {}, arrived)
+    last.keep_loss(0, total(made[OUTPUT]))
+    ((a,), (b,)) = last.backward(0, {})[0]
+    assert a[0] is not None
+    assert b == [None]
+    check_same(Partly(), [2], {"x": x_of(3, WIDTH)})
+
+
+def test_what_is_frozen_upstream_gets_no_gradient() -> None:
+    model = Partly()
+    model.a.requires_grad_(False)
+    row = Row(model, [1])
+    arrived = forward_to(row, 1, {"x": x_of(3, WIDTH)})
+    assert [needs for _, needs in arrived[0]] == [[False]]
+    last = row.stages[1]
+    made = last.forward(0, {}, arrived)
+    last.keep_loss(0, total(made[OUTPUT]))
+    assert last.backward(0, {}) == {0: [[[]]]}
+    first = row.stages[0]
+    assert first.backward(0, {1: [[[]]]}) == {}
+    for cut in range(1, 6):
+        check_same(model, [cut], {"x": x_of(3, WIDTH)})
+
+
+def test_everything_frozen() -> None:
+    check_same(FanOut().requires_grad_(False), [1, 3], {"x": x_of(3, WIDTH)})
+
+
+def test_numbers_and_masks_need_no_gradient() -> None:
+    row = Row(LateInputs(), [2, 5])
+    arrived = forward_to(row, 1, late_inputs())
+    mask, n, a = arrived[0]
+    assert mask[0].dtype == torch.bool
+    assert (mask[1], n, a[1]) == ([False], [2, []], [True])
+
+
+def test_only_some_tensors_of_a_value_need_a_gradient() -> None:
+    row = Row(BestOf(), [2])  # torch.max gives values and where they are
+    ((_, x_needs), (tree, needs)) = forward_to(row, 1, {"x": x_of(3, WIDTH)})[0]
+    assert [t.dtype for t in tensors_of(tree).values()] == [torch.float32, torch.int64]
+    assert (x_needs, needs) == ([False], [True, False])
+
+
+def test_parcels_hold_no_history() -> None:
+    row = Row(FanOut(), [1])
+    first = row.stages[0]
+    made = first.forward(0, {"x": x_of(3, WIDTH)}, {})
+    ((tree, needs),) = first.parcel(made, 1)
+    assert made["a"].requires_grad
+    assert not tree.requires_grad
+    assert needs == [True]
+
+
+def test_a_loss_that_needs_no_gradient() -> None:
+    model = FanOut()
+    row = Row(model, [1, 3])
+    output = row.forward({"x": x_of(3, WIDTH)})
+    row.backward(output.detach().sum())
+    assert set(gradients_of(model).values()) == {None}
+    assert not row.mail
+
+
+def test_a_stage_without_parameters() -> None:
+    model = nn.Sequential(square(), nn.ReLU(), nn.Tanh(), square())
+    (name,) = read(model).inputs
+    plain, cut = copy.deepcopy(model), copy.deepcopy(model)
+    total(plain(x_of(3, WIDTH))).backward()
+    row = Row(cut, [1, 3])
+    row.backward(total(row.forward({name: x_of(3, WIDTH)})))
+    assert list(row.stages[1].module.parameters()) == []
+    assert alike(gradients_of(cut), gradients_of(plain))
+
+
+def test_gradients_add_up_over_steps() -> None:
+    model = FanOut()
+    plain = copy.deepcopy(model)
+    row = Row(model, [1, 3])
+    for seed in range(3):
+        total(plain(x_of(3, WIDTH, seed=seed))).backward()
+        row.backward(total(row.forward({"x": x_of(3, WIDTH, seed=seed)}, seed)), seed)
+    assert alike(gradients_of(model), gradients_of(plain))
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_micro_batches_are_kept_until_their_backward() -> None:
+    row = Row(FanOut(), [1, 3])
+    outputs = [row.forward({"x": x_of(2, WIDTH, seed=n)}, n) for n in range(4)]
+    assert [stage.num_kept for stage in row.stages] == [4, 4, 4]
+    for number, left in ((2, 3), (0, 2), (3, 1), (1, 0)):  # in any order
+        row.backward(total(outputs[number]), number)
+        assert [stage.num_kept for stage in row.stages] == [left] * 3
+
+
+def test_after_its_backward_no_activation_is_alive() -> None:
+    row = Row(FanOut(), [1, 3])
+    first = row.stages[0]
+    made = first.forward(0, {"x": x_of(3, WIDTH)}, {})
+    alive = weakref.ref(made["a"])
+    del made
+    gc.collect()
+    assert alive() is not None
+    first.backward(0, {})
+    gc.collect()
+    assert alive() is None
+
+
+def test_forget() -> None:
+    row = Row(FanOut(), [1, 3])
+    row.forward({"x": x_of(3, WIDTH)}, 0)
+    row.forward({"x": x_of(3, WIDTH)}, 1)
+    for stage in row.stages:
+        stage.forget()
+    assert [stage.num_kept for stage in row.stages] == [0, 0, 0]
+    row.backward(total(row.forward({"x": x_of(3, WIDTH)}, 0)), 0)  # as if nothing had been
+
+
+def test_without_gradients_no_leaf_is_made() -> None:
+    model = FanOut()
+    row = Row(model, [1, 3])
+    with torch.no_grad():
+        output = row.forward({"x": x_of(3, WIDTH)})
+    assert not output.requires_grad
+    assert [stage.num_kept for stage in row.stages] == [0, 0, 0]
+
+
+def test_only_the_last_stage_is_last() -> None:
+    row = Row(FanOut(), [1, 3])
+    assert [stage.is_last for stage in row.stages] == [False, False, True]
+    assert [stage.number for stage in row.stages] == [0, 1, 2]
