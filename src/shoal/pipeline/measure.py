@@ -14,12 +14,16 @@ from shoal.wire.link import Link
 
 LARGE_BYTES = 1 << 20
 REPEATS = 3
+SLACK, SLACK_IN_TURNS = 0.03, 0.5
 MEMORY_SHARE = 0.9
 """The part of free memory that stages may plan with."""
 
 
-def measure_costs(crew: Crew, link: Link, layout: Layout) -> Costs:
-    """Every rank must call this; what rank 0 returns is of use."""
+def measure_costs(crew: Crew, link: Link, layout: Layout, *, in_turns: bool) -> Costs:
+    """Every rank must call this; what rank 0 returns is of use.
+
+    in_turns: only one stage works at a time, so that transfers matter more than balance.
+    """
     limits = crew.exchange("free memory", _free_bytes(crew))
     per_message = per_byte = 0.0
     if crew.rank in (0, 1) and layout.stages > 1:
@@ -34,6 +38,7 @@ def measure_costs(crew: Crew, link: Link, layout: Layout) -> Costs:
             min(limits[rank] for rank in layout.ranks_of_stage(stage))
             for stage in range(layout.stages)
         ],
+        slack=SLACK_IN_TURNS if in_turns else SLACK,
     )
 
 

@@ -61,6 +61,9 @@ class Costs:
     """The limit of each stage, if there are limits."""
     bytes_per_parameter_byte: float = 4.0
     """Weights, gradients and optimizer state, per byte of weights."""
+    slack: float = 0.0
+    """How much slower than it could be, as a share, the slowest stage may be where that makes the
+    total smaller. Small: what the clock cannot tell apart. Large: stages take turns anyway."""
 
 
 _FREE = Costs()
@@ -121,11 +124,13 @@ def cut(
         _, nearest = _search(num_stages, bounds, excess, max)
         raise ModelError(_tightest(units, nearest, excess))
 
+    most = slowest * (1 + costs.slack)
+
     # The slowest stage must be known before totals are compared. In one pass, a start of the row
     # that is fast but dear would win over a cheap one, although a later stage is slower than both.
     def total(stage: int, first: int, last: int) -> float:
         own = seconds(stage, first, last)
-        if own > slowest:
+        if own > most:
             return inf
         # As one number: all idle stages together never make up a tick.
         return own * (num_stages + 1) + (work[first] == work[last])

@@ -133,7 +133,8 @@ class Pipeline:
         assert graph is not None
         cuts: list[int] | None = None
         fault = ""
-        costs = measure_costs(self._crew, self._link, self.layout)
+        in_turns = self.plan.schedule == "sequential"
+        costs = measure_costs(self._crew, self._link, self.layout, in_turns=in_turns)
         if self.plan.memory_bytes is not None:
             costs = replace(costs, memory_bytes=self.plan.memory_bytes)
         if self._crew.rank == 0 and self.plan.stages > 1:
@@ -324,7 +325,8 @@ class Pipeline:
             parts = self._parts(samples)
             inputs = micro_batches.split(named, parts)
         else:
-            announced = self._link.recv(self._ranks[0], "begin")
+            with self.timeline.span("wait"):
+                announced = self._link.recv(self._ranks[0], "begin")
             expected = [what, self._num_begun, announced[2], self._is_training]
             if announced != expected:
                 raise ModelError(

@@ -86,4 +86,5 @@ class Runner:
             return {stage: job.wait() for stage, job in jobs}
 
     def _send(self, tree: Tree, stage: int, tag: str) -> None:
-        self._sent.append(self._link.isend(tree, self._ranks[stage], tag))
+        with self._timeline.span("send"):
+            self._sent.append(self._link.isend(tree, self._ranks[stage], tag))
