@@ -42,3 +42,40 @@ class Diverging(Breaking):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) * float("nan")
+
+
+class Branching(nn.Module):
+    """Cannot be cut into stages: what it does depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return self.layer(x)
+        return self.layer(-x)
+
+
+class _LastLayer(nn.Module):
+    """Kept whole, since it branches; fails in its fifth forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += bool(x.sum() == x.sum())
+        if self.count == 5:
+            raise ValueError("the fifth pass is too much")
+        return self.layer(x)
+
+
+class BreakingStage(nn.Sequential):
+    """Its last layer fails, wherever that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 8)
+        self.last = _LastLayer()

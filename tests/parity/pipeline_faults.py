@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipeline_nets import Branching, FanOut, PairOut, Tied, in_place_then_used, rows, sequential
+from pipeline_nets import (
+    Aliased,
+    Branching,
+    FanOut,
+    PairOut,
+    Tied,
+    in_place_then_used,
+    rows,
+    sequential,
+)
 from torch import nn
 
 import shoal
@@ -138,6 +147,17 @@ def fault_changed_in_place_and_used_later(crew: shoal.JoinedCrew) -> None:
         ["ModelError", "in place", "inplace=False"],
         lambda: crew.pipeline(
             in_place_then_used(), cuts=["2", "4", "5"][: crew.size - 1], transport="dist"
+        ),
+    )
+
+
+def fault_changed_through_a_view_and_used_later(crew: shoal.JoinedCrew) -> None:
+    """One process would see the change; a later stage would compute something else, silently."""
+    refused(
+        crew,
+        ["ModelError", "in place", "inplace=False"],
+        lambda: crew.pipeline(
+            Aliased(), cuts=["relu", "b", "add"][: crew.size - 1], transport="dist"
         ),
     )
 

@@ -31,9 +31,11 @@ class FanOut(nn.Module):
         self.c = nn.Linear(width, width)
         self.d = nn.Linear(width, width)
         self.e = nn.Linear(2 * width, 3)
+        self.offset = nn.Parameter(torch.linspace(-0.1, 0.1, 6))
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.offset  # a parameter of no module, in stage 0 wherever the cut is
         rows = x.size(0)
         a = torch.tanh(self.a(x))
         left, right = a.chunk(2, dim=1)
@@ -93,7 +95,8 @@ def pair_loss(out: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.
 
 def dict_loss(out: dict[str, Any], y: dict[str, torch.Tensor]) -> torch.Tensor:
     first, second = out["parts"]
-    return F.cross_entropy(out["logits"], y["classes"]) + 0.1 * (first * second).mean()
+    penalty: torch.Tensor = 0.1 * (first * second).mean()
+    return F.cross_entropy(out["logits"], y["classes"]) + penalty
 
 
 class WrappedLinear(nn.Module):
@@ -203,6 +206,20 @@ def in_place_then_used() -> nn.Sequential:
         *(nn.Linear(6, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)),
         *(nn.Tanh(), nn.Linear(8, 3)),
     )
+
+
+class Aliased(nn.Module):
+    """Flatten gives a view, so that ReLU changes `first` as well, which is used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.flat, self.relu = nn.Linear(6, 8), nn.Flatten(), nn.ReLU(inplace=True)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a(x)
+        out: torch.Tensor = self.b(self.relu(self.flat(first))) + first
+        return out
 
 
 class Oddities(nn.Module):
