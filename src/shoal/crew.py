@@ -37,6 +37,8 @@ from shoal.rendezvous.ways import Way
 
 ROLL_CALL_S = 2.0
 """After a failure: how long the others have to say that they are still here."""
+EXCHANGE_TURN_S = 0.5
+"""How often a rank that waits for what others bring looks for one that has left."""
 FAREWELL_S = 0.5
 """How long a leader that fails stays, so that the others can read why."""
 
@@ -151,8 +153,30 @@ class Crew:
             prefix = f"exchange/{self._exchanged}"
             self._store.set(f"{prefix}/{self.rank}", mine.decode())
             keys = [f"{prefix}/{rank}" for rank in range(self.size)]
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+            self._wait_for(keys, what)
             return [msgspec.json.decode(each) for each in self._store.multi_get(keys)]
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        """Until the others have set their keys; not for one who has left with an error."""
+        assert self._store is not None
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait(keys, timedelta(seconds=max(min(left, EXCHANGE_TURN_S), 0.001)))
+                return
+            except dist.DistStoreError:
+                for rank in range(self.size):
+                    if self._store.check([f"left/{rank}"]):
+                        raise self._lost_with_reason(rank, f"the exchange of {what}") from None
+                if left <= 0:
+                    raise
+
+    def _lost_with_reason(self, rank: int, doing: str) -> PeerLost:
+        assert self._store is not None
+        why = self._store.get(f"left/{rank}").decode()
+        me = self.roster[self.rank].who
+        return PeerLost(f"{me} lost {self.roster[rank].who} during {doing}: it ended with {why}")
 
     def store_for(self, what: str) -> dist.Store:
         """A part of the store for one purpose. Every rank must ask for the same, in one order."""
@@ -200,10 +224,7 @@ class Crew:
                 silent = [r for r in silent if not self._store.check([f"alive/{r}"])]
                 gone = [r for r in range(self.size) if self._store.check([f"left/{r}"])]
                 if gone:
-                    why = self._store.get(f"left/{gone[0]}").decode()
-                    return PeerLost(
-                        f"{me} lost {self.roster[gone[0]].who} during {doing}: it ended with {why}"
-                    )
+                    return self._lost_with_reason(gone[0], doing)
                 time.sleep(POLL_S)
         except dist.DistError:
             silent = [0]  # the store lives in the leader's process

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.graph import Graph
+from shoal.pipeline.graph import Graph, attribute
 from shoal.pipeline.layers import model_of
 
 Model = nn.Module | Sequence[Any] | Callable[[], Any]
@@ -57,31 +57,54 @@ def check_stages(graph: Graph, num_stages: int) -> None:
         )
 
 
-def materialise(module: nn.Module, seed: int, device: torch.device) -> None:
-    """Give a module that is on the meta device memory and initial weights, in place.
+def materialise(
+    model: nn.Module, seed: int, device: torch.device, names: Collection[str] | None = None
+) -> None:
+    """Give a model that is on the meta device memory and initial weights, in place.
 
     Each layer begins with its own `reset_parameters`, from a seed made of `seed` and its name, so
     that the weights do not depend on where the model is cut.
+
+    names: of the parameters and buffers that are wanted; the others stay where they are.
     """
     faults = []
-    for name, layer in module.named_modules():
-        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        if not any(t.is_meta for t in own):
+    tied = _tied(model)
+    for path, layer in model.named_modules():
+        own = {
+            f"{path}.{name}" if path else name: tensor
+            for name, tensor in [
+                *layer.named_parameters(recurse=False),
+                *layer.named_buffers(recurse=False),
+            ]
+        }
+        if not any(t.is_meta and (names is None or name in names) for name, t in own.items()):
             continue
-        layer.to_empty(device=device, recurse=False)
         reset = getattr(layer, "reset_parameters", None) or getattr(
             layer, "_reset_parameters", None
         )
         if reset is None:
             faults.append(
-                f"{name or type(module).__name__} ({type(layer).__name__}) has no "
+                f"{path or type(model).__name__} ({type(layer).__name__}) has no "
                 "reset_parameters(), so nothing says what its parameters begin with. Write one, or "
                 "give the model itself instead of what makes it."
             )
             continue
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        layer.to_empty(device=device, recurse=False)
+        digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:7]))
             reset()
     if faults:
         raise ModelError(faults)
+    for first, *others in tied:
+        for name in others:
+            where, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(where), own_name, attribute(model, first))
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names that stand for one and the same parameter."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return [names for names in by_id.values() if len(names) > 1]

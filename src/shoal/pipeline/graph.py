@@ -7,7 +7,7 @@ order in which the model itself computes. A stage is a stretch of the row.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -194,24 +194,58 @@ def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
 
 
 _OPERATORS_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")}
+_VIEWS = frozenset(
+    ["view", "view_as", "reshape", "flatten", "unflatten", "ravel", "transpose", "permute", "swapaxes", "movedim", "t", "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "diagonal", "chunk", "split", "unbind", "tensor_split", "getitem", "getattr", "contiguous", "detach", "to", "float", "double", "half", "type", "identity", "dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d"]
+)
+"""Steps that may give back the memory that they were given."""
+
+
+def _may_alias(node: fx.Node, model: nn.Module) -> bool:
+    if changes_in_place(node, model):
+        return True
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        own = not type(module).__module__.startswith("torch.")
+        return own or type(module).__name__.lower() in _VIEWS
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(name) in _VIEWS
+
+
+def memory_roots(graph: Graph, nodes: Iterable[fx.Node]) -> dict[str, str]:
+    """Of each value: the one whose memory it may share, directly or through views."""
+    roots: dict[str, str] = {}
+    for node in nodes:
+        sources = node.all_input_nodes[:1]
+        if sources and _is_unit(node) and _may_alias(node, graph.model):
+            roots[node.name] = roots.get(sources[0].name, sources[0].name)
+        else:
+            roots[node.name] = node.name
+    return roots
 
 
 def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
-    """Raises ModelError where a step changes what a later stage still uses: it could not see it."""
+    """Raises ModelError where a step changes what is used later, and a cut comes between.
+
+    Over a cut memory is not shared, so that the change would not be seen there.
+    """
     number = {name: i for i, name in enumerate(graph.units)}
+    names = [*graph.units, "the output"]
+    roots = memory_roots(graph, graph.training.nodes)
     users = graph.users()
     faults = []
     for node in graph.nodes():
-        if not changes_in_place(node, graph.model):
+        if not (changes_in_place(node, graph.model) and node.all_input_nodes):
             continue
         here = number[node.name]
-        for source in node.all_input_nodes[:1]:
-            later = [user for user in users.get(source.name, []) if user > here]
-            made = number.get(source.name, -1)
-            if any(made < cut <= user for cut in cuts for user in [here, *later]) and later:
-                user = [*graph.units, "the output"][later[0]]
+        root = roots[node.name]
+        for value, uses in users.items():
+            made_before = number.get(value, -1) < here
+            later = [use for use in uses if use > here]
+            if roots[value] != root or not made_before or not later:
+                continue
+            if any(number.get(root, -1) < cut <= later[-1] for cut in cuts):
                 faults.append(
-                    f"{node.name} changes {source.name} in place, and {user} uses {source.name} "
+                    f"{node.name} changes {value} in place, and {names[later[0]]} uses {value} "
                     "later; with a cut between them it would not see the change. Use inplace=False "
                     "there."
                 )

@@ -169,33 +169,38 @@ class Pipeline:
         """Of each stage: the steps that it computes."""
         self.modules = [modules_in(graph, units) for units in stretches]
         """Of each stage: names of the model's own modules."""
-        stage = Stage(graph, self.routes, self.stage_number)
         self._inputs = graph.inputs
-        self._stray = _stray(graph, self.routes) if self.stage_number == 0 else {}
-        self._start_weights(graph, stage)
+        stage = self._weighted_stage(graph)
         self._graph = None  # and with it the other stages' parameters
         self._stage = stage
         self._runner = Runner(stage, self.routes, self._link, self._ranks, self.timeline)
         self._optimizer = self._make_optimizer()
         self.train(self._is_training)
 
-    def _start_weights(self, graph: Graph, stage: Stage) -> None:
-        """Rank 0's on every rank; or, where each rank makes its own stage, of one seed."""
+    def _weighted_stage(self, graph: Graph) -> Stage:
+        """With rank 0's weights on every rank; or, where each makes its own, of one seed."""
         device = self._crew.device
+        names = [
+            list(Stage(graph, self.routes, stage).module.state_dict())
+            for stage in range(self.plan.stages)
+        ]
+        mine = names[self.stage_number]
+        used = {name for each in names for name in each}
+        stray = [name for name in self._names if name not in used and self.stage_number == 0]
         if self._is_own_init and is_on_meta(graph.model):
-            materialise(stage.module, self.plan.seed, device)
-            return
+            materialise(graph.model, self.plan.seed, device, {*mine, *stray})
+        state = graph.model.state_dict()
+        self._stray = {name: state[name] for name in stray}
+        """What belongs to the model's state, though no step uses it."""
+        stage = Stage(graph, self.routes, self.stage_number)
         stage.module.to(device)
-        if self._crew.rank == 0:
-            state = graph.model.state_dict()
+        if not self._is_own_init and self._crew.rank == 0:
             for rank in range(1, self._crew.size):
-                names = self._crew_names(graph, self.layout.stage_of(rank))
-                self._link.send({name: state[name] for name in names}, rank, "weights")
-        else:
+                theirs = names[self.layout.stage_of(rank)]
+                self._link.send({name: state[name] for name in theirs}, rank, "weights")
+        elif not self._is_own_init:
             stage.module.load_state_dict(self._link.recv(0, "weights"))
-
-    def _crew_names(self, graph: Graph, stage: int) -> list[str]:
-        return list(Stage(graph, self.routes, stage).module.state_dict())
+        return stage
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.plan.optimizer is None:
@@ -448,10 +453,10 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole, on rank 0, as a plain model's; empty on the others."""
-        self.prepare(None)
+        mine = self.module.state_dict()
         if self.replica != 0:
             return {}
-        mine = {**self._stray, **self.module.state_dict()}
+        mine |= self._stray
         if self._crew.rank != 0:
             self._link.send(mine, 0, "state")
             return {}
@@ -461,19 +466,22 @@ class Pipeline:
 
     def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
         """A whole state on rank 0; the others may give None."""
-        self.prepare(None)
         names = list(self.module.state_dict())
-        wanted = self._crew.exchange("names of parameters", names)
+        fault = ""
+        if self._crew.rank == 0:
+            missing = [name for name in self._names if name not in (state or {})]
+            if missing:
+                shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+                fault = f"load_state_dict: rank 0 needs the whole state; it has no {shown}."
+        told = self._crew.exchange("names of parameters", [names, fault])
+        if told[0][1]:
+            raise ModelError(told[0][1])
         if self._crew.rank != 0:
             self.module.load_state_dict(self._link.recv(0, "state"))
             return
-        missing = [name for name in self._names if name not in (state or {})]
-        if state is None or missing:
-            raise ModelError(
-                f"load_state_dict: rank 0 needs the whole state; missing: {missing[:5]}"
-            )
+        assert state is not None
         for rank in range(1, self._crew.size):
-            self._link.send({name: state[name] for name in wanted[rank]}, rank, "state")
+            self._link.send({name: state[name] for name in told[rank][0]}, rank, "state")
         self.module.load_state_dict({name: state[name] for name in names})
         for name, tensor in self._stray.items():
             tensor.copy_(state[name])
@@ -500,11 +508,3 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
 def _told(announced: Sequence[Any]) -> str:
     what, number, _, training = announced
     return f"{what} (call {number}, {'train' if training else 'eval'} mode)"
-
-
-def _stray(graph: Graph, routes: Routes) -> dict[str, torch.Tensor]:
-    """Parameters that no step uses: they belong to the model's state all the same."""
-    used: set[str] = set()
-    for stage in range(routes.num_stages):
-        used |= set(Stage(graph, routes, stage).module.state_dict())
-    return {name: t for name, t in graph.model.state_dict().items() if name not in used}

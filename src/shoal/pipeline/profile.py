@@ -49,8 +49,8 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
             known[node.name] = inputs[node.name]
             values.append(_value(known[node.name], 0, users[node.name], has_gradient=False))
         elif node.op == "get_attr":
-            tensor = _real(attribute(graph.model, str(node.target)))
-            known[node.name] = tensor
+            # A leaf of its own: the model's must not collect gradients here.
+            known[node.name] = _leaves(_real(attribute(graph.model, str(node.target))))
         elif node.name in number:
             result, unit = _timed(node, graph, known)
             known[node.name] = result

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from shoal.pipeline.graph import Graph, changes_in_place
+from shoal.pipeline.graph import Graph, changes_in_place, memory_roots
 from shoal.pipeline.routes import Routes
 
 OUTPUT = "output"
@@ -28,13 +28,23 @@ def stage_module(graph: Graph, routes: Routes, stage: int, *, training: bool) ->
     known: dict[str, dict[int, fx.Node]] = {}
     """What stands for a value, by the unit that uses it; -1: for all."""
     nodes = {node.name: node for node in whole.nodes}
-    if stage == 0:
-        for name in graph.inputs:
-            known[name] = {-1: part.placeholder(name)}
+    changed = _changed_in_place(graph, whole, mine)
+
+    def enter(value: str, places: list[str]) -> list[fx.Node]:
+        made = [part.placeholder(place) for place in places]
+        entering.append((value, made))
+        return made
+
+    entering: list[tuple[str, list[fx.Node]]] = []
+    for name in graph.inputs if stage == 0 else []:
+        known[name] = {-1: enter(name, [name])[0]}
     for port in routes.ports[stage]:
-        made = [part.placeholder(place) for place in port.places]
-        uses = [-1] if len(made) == 1 else [int(p.rpartition("__")[2]) for p in port.places]
-        known[port.value] = dict(zip(uses, made, strict=True))
+        uses = [-1] if len(port.places) == 1 else [_use_of(place) for place in port.places]
+        known[port.value] = dict(zip(uses, enter(port.value, port.places), strict=True))
+    for value, made in entering:
+        if value in changed:  # autograd lets nobody change a leaf, nor should the caller's x change
+            copies = [part.call_function(torch.clone, (node,)) for node in made]
+            known[value] = dict(zip(known[value], copies, strict=True))
 
     def found(node: fx.Node, user: int) -> fx.Node:
         if node.op == "get_attr" and node.name not in known:
@@ -44,7 +54,8 @@ def stage_module(graph: Graph, routes: Routes, stage: int, *, training: bool) ->
 
     for node in whole.nodes:
         if node.name in mine:
-            known[node.name] = {-1: _copied(part, node, graph.model, found, number[node.name])}
+            user = number[node.name]
+            known[node.name] = {-1: part.node_copy(node, partial(found, user=user))}
     outputs: list[fx.Node] = []
     for value in values_made(graph, routes, stage):
         if value == OUTPUT:
@@ -57,22 +68,16 @@ def stage_module(graph: Graph, routes: Routes, stage: int, *, training: bool) ->
     return fx.GraphModule(graph.model, part, f"Stage{stage}")
 
 
-def _copied(
-    part: fx.Graph,
-    node: fx.Node,
-    model: nn.Module,
-    found: Callable[[fx.Node, int], fx.Node],
-    user: int,
-) -> fx.Node:
-    changes = changes_in_place(node, model)
+def _use_of(place: str) -> int:
+    """The unit that a place of its own is for."""
+    return int(place.rpartition("__")[2])
 
-    def place(source: fx.Node) -> fx.Node:
-        mine = found(source, user)
-        if changes and mine.op == "placeholder":  # autograd lets nobody change a leaf
-            return part.call_function(torch.clone, (mine,))
-        return mine
 
-    return part.node_copy(node, place)
+def _changed_in_place(graph: Graph, whole: fx.Graph, mine: set[str]) -> set[str]:
+    """Values from elsewhere that a step of this stage would change, directly or through a view."""
+    nodes = [node for node in whole.nodes if node.name in mine]
+    roots = memory_roots(graph, nodes)
+    return {roots[node.name] for node in nodes if changes_in_place(node, graph.model)} - mine
 
 
 def values_made(graph: Graph, routes: Routes, stage: int) -> list[str]:

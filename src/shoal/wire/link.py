@@ -10,7 +10,7 @@ from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.tree import Tree
 
 FAREWELL_S = 10.0
-HASTE_S = 0.2
+HASTE_S = 0.5
 """After an error: how long what was sent may take to get away."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -237,15 +237,15 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe(tuple(steps), tuple(outputs), draw(st.sampled_from(["tuple", "dict"])))
 
 
-@settings(deadline=None, max_examples=200)
+# Not shrunk: that takes minutes, and a recipe is short enough to be read.
+@settings(deadline=None, max_examples=150, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(recipes(), st.data())
 def test_any_graph_cut_anywhere_is_the_same_to_the_bit(recipe: Recipe, data: st.DataObject) -> None:
     torch.manual_seed(0)
     model = Drawn(recipe)
     graph = read(model)
-    places = list(range(1, len(graph.units)))
     cuts = sorted(
-        data.draw(st.sets(st.sampled_from(places), max_size=4) if places else st.just({}))
+        data.draw(st.sets(st.integers(1, len(graph.units) - 1), max_size=4), label="cuts")
     )
     needs = data.draw(st.booleans(), label="x needs a gradient")
     batches = [
