@@ -31,6 +31,11 @@ def as_module(model: Model) -> nn.Module:
             )
         with torch.device("meta"):
             return as_module(made)
+    if isinstance(model, str | bytes | dict) or not isinstance(model, Sequence):
+        raise ModelError(
+            f"a {type(model).__name__} is no model: give an nn.Module, a list of layers, or what "
+            "makes one of them."
+        )
     return model_of(model)
 
 
@@ -67,9 +72,10 @@ def materialise(
 
     names: of the parameters and buffers that are wanted; the others stay where they are.
     """
-    faults = []
+    faults: list[str] = []
     tied = _tied(model)
-    for path, layer in model.named_modules():
+    # Inner ones first: an outer one may have the last word on them, as MultiheadAttention has.
+    for path, layer in reversed(list(model.named_modules())):
         own = {
             f"{path}.{name}" if path else name: tensor
             for name, tensor in [
@@ -95,7 +101,7 @@ def materialise(
             torch.manual_seed(int.from_bytes(digest[:7]))
             reset()
     if faults:
-        raise ModelError(faults)
+        raise ModelError(faults[::-1])
     for first, *others in tied:
         for name in others:
             where, _, own_name = name.rpartition(".")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.trace import trace
+from shoal.pipeline.trace import changes_in_place, trace
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Graph:
     training: fx.Graph
     evaluating: fx.Graph
     inputs: list[str]
-    """Names of the model's inputs."""
+    """The model's inputs, as values."""
+    input_names: list[str]
+    """What `forward` calls them."""
     units: list[str]
     """Names of the steps, in order; the same in both modes."""
 
@@ -35,12 +37,12 @@ class Graph:
     def users(self) -> dict[str, list[int]]:
         """By value: the units that use it; `len(units)` stands for the model's output."""
         number = {name: i for i, name in enumerate(self.units)}
-        found: dict[str, list[int]] = {}
-        for node in self.training.nodes:
+        found: dict[str, set[int]] = {}
+        for node in [*self.training.nodes, *self.evaluating.nodes]:
             if node.op == "placeholder" or _is_unit(node):
                 uses = {number.get(user.name, len(self.units)) for user in node.users}
-                found[node.name] = sorted(uses)
-        return found
+                found.setdefault(node.name, set()).update(uses)
+        return {value: sorted(uses) for value, uses in found.items()}
 
 
 def _is_unit(node: fx.Node) -> bool:
@@ -51,12 +53,20 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     """Raises ModelError if the model cannot be read."""
     was_training = {module: module.training for module in model.modules()}
     try:
-        training = trace(model.train(), inputs)
-        evaluating = trace(model.eval(), inputs)
+        whole: set[str] = set()
+        training = trace(model.train(), inputs, whole)
+        known = set(whole)
+        evaluating = trace(model.eval(), inputs, whole)
+        if whole != known:  # what is whole in one mode is so in the other
+            training = trace(model.train(), inputs, whole)
     finally:
         for module, mode in was_training.items():
             module.training = mode
-    steps = [[(n.name, n.op, n.target) for n in g.nodes] for g in (training, evaluating)]
+    steps = [
+        # Constants are numbered through both modes, and are no steps.
+        [(n.name, n.op, n.target) for n in g.nodes if n.op != "get_attr"]
+        for g in (training, evaluating)
+    ]
     if steps[0] != steps[1]:
         raise ModelError(
             f"{type(model).__name__}.forward takes other steps in eval() than in train(); a model "
@@ -69,6 +79,7 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
         training,
         evaluating,
         [str(node.name) for node in training.nodes if node.op == "placeholder"],
+        [str(node.target) for node in training.nodes if node.op == "placeholder"],
         [node.name for node in training.nodes if _is_unit(node)],
     )
 
@@ -92,9 +103,7 @@ def unit_of(graph: Graph, name: str) -> int | None:
             inside.append(str(node.target))
         if any(path == name or path.startswith(f"{name}.") for path in inside):
             return number
-        if node.name == name:
-            return number
-    return None
+    return graph.units.index(name) if name in graph.units else None
 
 
 def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
@@ -104,7 +113,9 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
     cuts: list[int] = []
     for name in names:
         number = unit_of(graph, name)
-        if number is None:
+        if number is None and name in known:
+            faults.append(f"--cut {name}: the model has this module, but never calls it.")
+        elif number is None:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             has = ", ".join(known[:30]) + (", ..." if len(known) > 30 else "")
@@ -142,6 +153,10 @@ def tensors_used(graph: Graph) -> list[set[int]]:
             if source.op == "get_attr":
                 used.add(id(attribute(graph.model, str(source.target))))
         found.append(used)
+    output = next(node for node in graph.training.nodes if node.op == "output")
+    for source in output.all_input_nodes:  # what the model returns is put together by its last unit
+        if source.op == "get_attr" and found:
+            found[-1].add(id(attribute(graph.model, str(source.target))))
     return found
 
 
@@ -181,22 +196,16 @@ def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
 # -- steps that change what they are given ---------------------------------------------------------
 
 
-def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a step overwrites its input, as ReLU(inplace=True) does."""
-    target = node.target
-    if node.op == "call_module":
-        return bool(getattr(model.get_submodule(str(target)), "inplace", False))
-    if node.op == "call_method":
-        return str(target).endswith("_") and not str(target).endswith("__")
-    if getattr(target, "__module__", "") == "_operator":
-        return getattr(target, "__name__", "") in _OPERATORS_IN_PLACE
-    return bool(node.kwargs.get("inplace"))
-
-
-_OPERATORS_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")}
 _VIEWS = frozenset(
-    ["view", "view_as", "reshape", "flatten", "unflatten", "ravel", "transpose", "permute", "swapaxes", "movedim", "t", "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "diagonal", "chunk", "split", "unbind", "tensor_split", "getitem", "getattr", "contiguous", "detach", "to", "float", "double", "half", "type", "identity", "dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d"]
-)
+    {
+        "alpha_dropout", "chunk", "contiguous", "detach", "diagonal", "double", "dropout",
+        "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_dropout",
+        "flatten", "float", "getattr", "getitem", "half", "identity", "movedim", "narrow",
+        "permute", "ravel", "reshape", "select", "split", "squeeze", "swapaxes", "t",
+        "tensor_split", "to", "transpose", "type", "unbind", "unflatten", "unsqueeze", "view",
+        "view_as",
+    }
+)  # fmt: skip
 """Steps that may give back the memory that they were given."""
 
 

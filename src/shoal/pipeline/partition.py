@@ -173,7 +173,7 @@ _Message = tuple[int, list[int], int]
 
 def _messages(values: Sequence[Value], costs: Costs) -> list[_Message]:
     def ticks(value: Value) -> int:
-        one_way = costs.seconds_per_message + value.size_bytes * costs.seconds_per_byte
+        one_way = costs.seconds_per_message + max(value.size_bytes, 0) * costs.seconds_per_byte
         return _ticks(one_way) * (2 if value.has_gradient else 1)
 
     return [(v.made_by, sorted(v.used_by), ticks(v)) for v in values if v.made_by >= 0]

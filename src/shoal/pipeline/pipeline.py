@@ -115,6 +115,8 @@ class Pipeline:
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
         crew.agree("the model", outline(graph))
+        self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
+        """Each as a value of the graph, and as `forward` calls it."""
         self._names = list(module.state_dict())
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
@@ -169,7 +171,6 @@ class Pipeline:
         """Of each stage: the steps that it computes."""
         self.modules = [modules_in(graph, units) for units in stretches]
         """Of each stage: names of the model's own modules."""
-        self._inputs = graph.inputs
         stage = self._weighted_stage(graph)
         self._graph = None  # and with it the other stages' parameters
         self._stage = stage
@@ -345,13 +346,13 @@ class Pipeline:
         return micro_batches.shares(samples, self.plan.microbatches)
 
     def _named_inputs(self, x: Tree) -> dict[str, Tree]:
-        names = self._graph.inputs if self._graph is not None else self._inputs
+        names = [name for _, name in self._inputs]
         if isinstance(x, dict) and set(x) == set(names):
-            return x
+            return {value: x[name] for value, name in self._inputs}
         if isinstance(x, tuple | list) and len(x) == len(names):
-            return dict(zip(names, x, strict=True))
+            return {value: each for (value, _), each in zip(self._inputs, x, strict=True)}
         if len(names) == 1 and x is not None:
-            return {names[0]: x}
+            return {self._inputs[0][0]: x}
         got = "nothing" if x is None else f"a {type(x).__name__}"
         if isinstance(x, dict | tuple | list):
             got += f" of {len(x)}"

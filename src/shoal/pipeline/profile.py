@@ -18,6 +18,8 @@ from shoal.pipeline.partition import Costs, Unit, Value, cut
 from shoal.wire.tree import Tree, tensors_of, with_tensors
 
 REPEATS = 5
+UNSENDABLE = -1
+"""In place of a size: a dtype, a named tuple, or what else no message holds."""
 
 
 def choose_cuts(
@@ -29,7 +31,15 @@ def choose_cuts(
     """
     units, values = profile(graph, inputs)
     held = [replace(unit, kept_bytes=unit.kept_bytes * num_alive) for unit in units]
-    return cut(held, values, num_stages, costs, shared(graph))
+    together = [*shared(graph), *(pair for value in values for pair in _bound(value, units))]
+    return cut(held, values, num_stages, costs, together)
+
+
+def _bound(value: Value, units: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Units that a value ties together, because it is none that a message can hold."""
+    if value.size_bytes >= 0:
+        return []
+    return [(value.made_by, min(use, len(units) - 1)) for use in value.used_by]
 
 
 def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Value]]:
@@ -37,16 +47,24 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
 
     Of a model on the meta device one layer at a time is made, used and thrown away.
     """
+    units: list[Unit] = []
+    values: list[Value] = []
+    state = torch.random.get_rng_state()
+    try:
+        _run_all(graph, inputs, units, values)
+    finally:
+        torch.random.set_rng_state(state)
+    return units, values
+
+
+def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: list[Value]) -> None:
     number = {name: i for i, name in enumerate(graph.units)}
     users = graph.users()
     known: dict[str, Any] = {}
     """By value: what it is; it needs a gradient here where it does in the model."""
-    units: list[Unit] = []
-    values: list[Value] = []
-    state = torch.random.get_rng_state()
     for node in graph.training.nodes:
         if node.op == "placeholder":
-            known[node.name] = inputs[node.name]
+            known[node.name] = _detached(inputs[node.name])
             values.append(_value(known[node.name], 0, users[node.name], has_gradient=False))
         elif node.op == "get_attr":
             # A leaf of its own: the model's must not collect gradients here.
@@ -56,8 +74,6 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
             known[node.name] = result
             units.append(unit)
             values.append(_value(result, number[node.name], users[node.name], has_gradient=True))
-    torch.random.set_rng_state(state)
-    return units, values
 
 
 def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bool) -> Value:
@@ -65,9 +81,17 @@ def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bo
     return Value(
         made_by,
         tuple(used_by),
-        sum(t.nbytes for t in tensors),
+        sum(t.nbytes for t in tensors) if _can_be_sent(tree) else UNSENDABLE,
         has_gradient and any(t.is_floating_point() for t in tensors),
     )
+
+
+def _can_be_sent(tree: Tree) -> bool:
+    if type(tree) in (list, tuple, torch.Size):
+        return all(map(_can_be_sent, tree))
+    if type(tree) is dict:
+        return all(map(_can_be_sent, tree.values()))
+    return isinstance(tree, torch.Tensor | bool | int | float | str | bytes | None)
 
 
 def _real(tensor: Any) -> Any:
@@ -89,7 +113,7 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
             with torch.enable_grad():
                 result = call(*args, **kwargs)
         except Exception as error:
-            shapes = [tuple(t.shape) for t in tensors_of(list(args)).values()]
+            shapes = [tuple(t.shape) for t in tensors_of([*args, *kwargs.values()]).values()]
             raise ModelError(
                 f"step {node.name} of the model does not take what comes to it, of shapes "
                 f"{', '.join(map(str, shapes))}: {error}"
@@ -105,6 +129,9 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
         parameter.grad = None
     result = _leaves(result)
     size = sum(p.nbytes for p in parameters)
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            size += sum(t.nbytes for t in tensors_of(known[source.name]).values())
     # Not the first, which has no gradient to add to. The fastest: what is slower was disturbed.
     unit = Unit(node.name, min(forward_s[1:]), min(backward_s[1:]), size, kept)
     return result, unit
@@ -134,3 +161,7 @@ def _leaves(value: Tree) -> Tree:
         value,
         {path: t.detach().requires_grad_(t.requires_grad) for path, t in tensors_of(value).items()},
     )
+
+
+def _detached(value: Tree) -> Tree:
+    return with_tensors(value, {path: t.detach() for path, t in tensors_of(value).items()})

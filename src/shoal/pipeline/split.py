@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from shoal.pipeline.graph import Graph, changes_in_place, memory_roots
+from shoal.pipeline.graph import Graph, memory_roots
 from shoal.pipeline.routes import Routes
+from shoal.pipeline.trace import changes_in_place
 
 OUTPUT = "output"
 """The name of what the model returns, among the values that stages make."""
@@ -65,7 +66,18 @@ def stage_module(graph: Graph, routes: Routes, stage: int, *, training: bool) ->
             outputs.append(next(iter(known[value].values())))
     part.output(outputs)
     part.lint()
-    return fx.GraphModule(graph.model, part, f"Stage{stage}")
+    module = fx.GraphModule(graph.model, part, f"Stage{stage}")
+    _leave_constants_out(module, graph.model)
+    return module
+
+
+def _leave_constants_out(module: nn.Module, model: nn.Module) -> None:
+    """Of the state: fx makes buffers of all tensors that forward() takes from anywhere."""
+    names = set(model.state_dict())
+    for path, owner in module.named_modules():
+        for name, _ in owner.named_buffers(recurse=False):
+            if (f"{path}.{name}" if path else name) not in names:
+                owner._non_persistent_buffers_set.add(name)
 
 
 def _use_of(place: str) -> int:

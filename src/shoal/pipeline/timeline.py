@@ -35,6 +35,6 @@ class Timeline:
         finally:
             ended = time.perf_counter()
             if len(self.spans) >= self._num_kept:
-                del self.spans[: self._num_kept // 2]
+                del self.spans[: max(1, self._num_kept // 2)]
             self.spans.append(Span(kind, micro_batch, begun, ended))
             self.seconds[kind] = self.seconds.get(kind, 0.0) + ended - begun

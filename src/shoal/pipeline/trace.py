@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import operator
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,25 +51,28 @@ class _Tracer(fx.Tracer):
             raise
 
 
-def trace(model: nn.Module, inputs: Sequence[str] | None = None) -> fx.Graph:
+def trace(
+    model: nn.Module, inputs: Sequence[str] | None = None, whole: set[str] | None = None
+) -> fx.Graph:
     """The graph of `model`, as it computes in its present mode (train or eval).
 
     inputs: names of those parameters of `forward` that are given with every batch. Default: those
         that have no default. The others keep their defaults.
+    whole: names of modules that are to be kept whole; gets those that have to be.
     """
     taken = list(inputs) if inputs is not None else _required(model)
     fixed = _fixed(model, taken)
-    whole: set[str] = set()
+    whole = set() if whole is None else whole
     while True:
         tracer = _Tracer(whole)
         try:
             graph = tracer.trace(model, fixed)
         except Exception as error:
-            if tracer.failed:
+            if tracer.failed and tracer.failed not in whole:
                 whole.add(tracer.failed)
                 continue
             raise ModelError(_unreadable(model, error)) from error
-        return _without_guards(graph, fixed)
+        return _without_guards(graph, model, fixed)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -97,32 +101,60 @@ def _fixed(model: nn.Module, taken: list[str]) -> dict[str, Any]:
             faults.append(f"{what}.forward needs its input {name!r}, which inputs= leaves out.")
     if faults:
         raise ModelError(faults)
-    return {
+    fixed = {
         name: parameter.default
         for name, parameter in parameters.items()
         if name not in taken and parameter.default is not inspect.Parameter.empty
     }
+    for name, default in fixed.items():
+        if not isinstance(default, bool | int | float | str | None):
+            faults.append(
+                f"{what}.forward has an input {name!r} whose default is a "
+                f"{type(default).__name__}: torch.fx fixes only plain values. Make it an attribute "
+                "of the model, or name it in inputs= and give it with every batch."
+            )
+    if faults:
+        raise ModelError(faults)
+    return fixed
 
 
-def _without_guards(graph: fx.Graph, fixed: dict[str, Any]) -> fx.Graph:
+def _without_guards(graph: fx.Graph, model: nn.Module, fixed: dict[str, Any]) -> fx.Graph:
     """Without what fx adds to check that inputs which were fixed are not given after all."""
+    stale = re.compile("|".join([*(rf"{re.escape(name)}_\d+" for name in fixed), r"\*.*"]))
     for node in reversed(list(graph.nodes)):
         guards = node.op == "call_function" and node.target in (
             torch._assert,
             torch.fx._symbolic_trace._assert_is_none,
             operator.eq,
         )
-        stale = node.op == "placeholder" and any(
-            str(node.target).startswith(f"{name}_") for name in fixed
-        )
-        if (guards or stale) and not node.users:
+        is_stale = node.op == "placeholder" and stale.fullmatch(str(node.target))
+        if (guards or is_stale) and not node.users:
             graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=_must_stay)
+
+    def must_stay(node: fx.Node) -> bool:
+        kept = node.op in ("placeholder", "output", "call_module") or bool(node.is_impure())
+        return kept or changes_in_place(node, model)
+
+    graph.eliminate_dead_code(is_impure_node=must_stay)
     return graph
 
 
-def _must_stay(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output", "call_module") or bool(node.is_impure())
+def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
+    """Whether a step overwrites its input, as ReLU(inplace=True) does."""
+    target = node.target
+    if node.op == "call_module":
+        return bool(getattr(model.get_submodule(str(target)), "inplace", False))
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if getattr(target, "__module__", "") == "_operator":
+        return getattr(target, "__name__", "") in _OPERATORS_IN_PLACE
+    name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    return bool(node.kwargs.get("inplace"))
+
+
+_OPERATORS_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")}
 
 
 def _unreadable(model: nn.Module, error: Exception) -> str:

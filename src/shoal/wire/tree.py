@@ -415,5 +415,8 @@ def with_tensors(tree: Tree, tensors: dict[Path, torch.Tensor], path: Path = ())
         return {k: with_tensors(value, tensors, (*path, k)) for k, value in tree.items()}
     if isinstance(tree, list | tuple):
         inner = [with_tensors(value, tensors, (*path, n)) for n, value in enumerate(tree)]
-        return inner if isinstance(tree, list) else tuple(inner)
+        if type(tree) in (list, tuple):
+            return type(tree)(inner)
+        named: Any = getattr(tree, "_make", type(tree))  # a named tuple, or one of torch's own
+        return named(inner)
     return tree
