@@ -130,8 +130,9 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
     result = _leaves(result)
     size = sum(p.nbytes for p in parameters)
     for source in node.all_input_nodes:
-        if source.op == "get_attr":
-            size += sum(t.nbytes for t in tensors_of(known[source.name]).values())
+        used = attribute(graph.model, str(source.target)) if source.op == "get_attr" else None
+        if isinstance(used, nn.Parameter):
+            size += used.nbytes
     # Not the first, which has no gradient to add to. The fastest: what is slower was disturbed.
     unit = Unit(node.name, min(forward_s[1:]), min(backward_s[1:]), size, kept)
     return result, unit

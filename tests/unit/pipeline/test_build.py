@@ -177,13 +177,21 @@ def on_meta(kind: Any) -> nn.Module:
     return as_module(kind)
 
 
-def state_after(kind: Any, cuts: Sequence[int], seed: int = 5) -> dict[str, Tensor]:
-    """Of all stages together, each made as its rank would."""
+def weighted_stage(kind: Any, cuts: Sequence[int], number: int, seed: int = 5) -> Stage:
+    """As its rank makes it: what the stage uses is given weights in the model, before it is cut."""
+    graph = read(on_meta(kind))
+    routes = route(graph, cuts)
+    names = set(Stage(graph, routes, number).module.state_dict())
+    materialise(graph.model, seed, CPU, names)
+    return Stage(graph, routes, number)
+
+
+def state_after(kind: Any, cuts: Sequence[int]) -> dict[str, Tensor]:
+    """Of all stages together."""
     state: dict[str, Tensor] = {}
     for number in range(len(cuts) + 1):
-        graph = read(on_meta(kind))
-        stage = Stage(graph, route(graph, cuts), number)
-        materialise(stage.module, seed, CPU)
+        stage = weighted_stage(kind, cuts, number)
+        assert not is_on_meta(stage.module)
         mine = stage.module.state_dict()
         assert not set(mine) & set(state)
         state |= mine
@@ -255,7 +263,15 @@ def test_attention_begins_as_torch_begins_it() -> None:
     materialise(model, 5, CPU)
     assert nn.MultiheadAttention(WIDTH, 2).out_proj.bias.tolist() == [0.0] * WIDTH
     assert model.out_proj.bias.tolist() == [0.0] * WIDTH
-    assert model.in_proj_bias.tolist() == [0.0] * WIDTH
+    assert model.in_proj_bias.tolist() == [0.0] * 3 * WIDTH  # of queries, keys and values
+
+
+def test_only_the_layers_that_are_named_get_memory() -> None:
+    model = on_meta(lambda: nn.Sequential(square(), square()))
+    materialise(model, 5, CPU, {"1.weight", "1.bias"})
+    assert {name: t.is_meta for name, t in model.state_dict().items()} == {
+        "0.weight": True, "0.bias": True, "1.weight": False, "1.bias": False
+    }  # fmt: skip
 
 
 def test_what_is_not_on_meta_is_left_alone() -> None:
@@ -296,9 +312,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 def test_a_stage_computes_with_its_weights_in_both_modes(kind: Any, training: bool) -> None:
     whole = on_meta(kind)
     materialise(whole, 5, CPU)
-    graph = read(on_meta(kind))
-    stage = Stage(graph, route(graph, []), 0)
-    materialise(stage.module, 5, CPU)
+    stage = weighted_stage(kind, [], 0)
     stage.module.train(training)
     x = torch.ones(2, WIDTH)
     assert torch.equal(stage.forward(0, {"x": x}, {})[OUTPUT], whole(x))
@@ -343,8 +357,10 @@ def test_the_model_itself_may_be_the_one() -> None:
 
 
 def test_in_a_stage_they_are_named_as_in_the_model() -> None:
-    graph = read(on_meta(lambda: nn.Sequential(square(), Silent(), square())))
-    stage = Stage(graph, route(graph, [1]), 1)
+    def make() -> nn.Module:
+        return nn.Sequential(square(), Silent(), square())
+
     with pytest.raises(ModelError) as caught:
-        materialise(stage.module, 5, CPU)
+        weighted_stage(make, [1], 1)
     assert str(caught.value).startswith("1 (Silent) has no reset_parameters()")
+    weighted_stage(make, [1], 0)  # has nothing to do with it

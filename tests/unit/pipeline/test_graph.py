@@ -67,14 +67,17 @@ def test_who_uses_what() -> None:
 
 
 def test_an_input_has_the_name_that_forward_gives_it() -> None:
-    """Batches are given by these names. torch.fx calls `input` something else: a builtin has it."""
+    """Batches are given by these names. Values have others where a builtin has the name."""
 
     class Net(nn.Module):
         def forward(self, input: Tensor, max: Tensor, x: Tensor) -> Tensor:
             return input + max + x
 
-    assert read(Net()).inputs == ["input", "max", "x"]
-    assert read(nn.Sequential(square())).inputs == ["input"]
+    graph = read(Net())
+    assert graph.input_names == ["input", "max", "x"]
+    assert graph.inputs == ["input_1", "max_1", "x"]
+    assert list(graph.users())[:3] == graph.inputs
+    assert read(nn.Sequential(square())).input_names == ["input"]
 
 
 def test_parameters_used_by_themselves_are_no_units() -> None:

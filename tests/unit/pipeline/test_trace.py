@@ -266,27 +266,52 @@ def test_names_in_another_order_are_the_same_inputs() -> None:
     assert places(trace(Defaults(), ["mask", "x"])) == ["x", "mask"]
 
 
-def test_a_default_of_several_values() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor, shape: tuple[int, int] = (2, 6)) -> Tensor:
-            return x.view(*shape)
-
-    assert places(check_computes(Net(), torch.randn(3, WIDTH))) == ["x"]
-
-
 @pytest.mark.parametrize(
-    "default",
-    [functional.relu, torch.float64, torch.ones(WIDTH)],
-    ids=["function", "dtype", "ones"],
+    ("default", "kind"),
+    [
+        ((2, 6), "tuple"),
+        (functional.relu, "function"),
+        (torch.float64, "dtype"),
+        (torch.ones(WIDTH), "Tensor"),
+    ],
+    ids=["tuple", "function", "dtype", "ones"],
 )
-def test_a_default_of_any_kind(default: Any) -> None:
+def test_a_default_that_is_no_plain_value_is_refused(default: Any, kind: str) -> None:
     class Net(nn.Module):
-        def forward(self, x: Tensor, other: Any = default) -> Tensor:
-            if isinstance(other, torch.dtype):
-                return x.to(other)
-            return x + other if isinstance(other, Tensor) else other(x)
+        def forward(self, x: Tensor, times: int = 2, other: Any = default) -> Tensor:
+            return x * times
 
-    assert places(check_computes(Net(), torch.randn(3, WIDTH))) == ["x"]
+    fault = fault_of(Net())
+    assert f"Net.forward has an input 'other' whose default is a {kind}: " in fault
+    assert "Make it an attribute of the model, or name it in inputs=" in fault
+    assert "'times'" not in fault
+
+
+def test_all_defaults_that_are_no_plain_values_at_once() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, a: Any = (1, 2), b: Any = torch.float64) -> Tensor:
+            return x + 1
+
+    with pytest.raises(ModelError) as caught:
+        trace(Net())
+    assert [fault.split("'")[1] for fault in caught.value.faults] == ["a", "b"]
+
+
+def test_the_ways_out_for_such_a_default() -> None:
+    class Attribute(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shape = (2, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(*self.shape)
+
+    class Named(nn.Module):
+        def forward(self, x: Tensor, shift: Tensor = torch.ones(WIDTH)) -> Tensor:  # noqa: B008
+            return x + shift
+
+    check_computes(Attribute(), torch.randn(3, WIDTH))
+    assert places(trace(Named(), ["x", "shift"])) == ["x", "shift"]
 
 
 def test_an_input_whose_name_begins_like_one_with_a_default() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +31,11 @@ def join() -> Iterator[Join]:
 
     def begin(store: dist.Store | None = None, **settings: Any) -> list[DistLink]:
         store = store or dist.HashStore()
-        made.extend(DistLink(rank, 2, timeout_s=SOON_S, **settings) for rank in range(2))
+        links = [DistLink(rank, 2, timeout_s=SOON_S, **settings) for rank in range(2)]
+        made.extend(links)
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda link: link.join(store, "127.0.0.1"), made))
-        return made
+            list(pool.map(lambda link: link.join(store, "127.0.0.1"), links))
+        return links
 
     yield begin
     for link in made:
@@ -130,3 +132,50 @@ def test_closing_does_not_wait_for_a_peer_that_is_frozen(mute: DistLink, known: 
     begun = time.monotonic()
     mute.close()
     assert time.monotonic() < begun + AT_ONCE_S
+
+
+def test_two_ranks_that_leave_at_the_same_moment_both_say_goodbye(join: Join) -> None:
+    for _ in range(20):
+        links = join(hung_s=3)
+        together = threading.Barrier(2)
+
+        def leave(link: DistLink, together: threading.Barrier = together) -> None:
+            together.wait(SOON_S)
+            link.close()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(leave, links))
+        check_parted(links)
+
+
+def test_a_goodbye_that_comes_before_we_have_said_ours(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once kept ours from being sent, and the other waited for as long as for a frozen one."""
+    links = join(hung_s=3)
+    is_leaving = threading.Event()
+    close = links[0]._inbox.close
+
+    def close_slowly() -> None:
+        """In the middle of closing: it is not open any more, and has not said goodbye."""
+        close()
+        is_leaving.set()
+        deadline = time.monotonic() + SOON_S
+        while not links[0]._peers[1].lost and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(links[0]._inbox, "close", close_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(links[0].close)
+        assert is_leaving.wait(SOON_S)
+        links[1].close()
+        leaving.result(SOON_S)
+    check_parted(links)
+
+
+def check_parted(links: list[DistLink]) -> None:
+    """Each knows that the other has left, and nothing of theirs still runs."""
+    for link in links:
+        other = 1 - link.rank
+        assert str(link._inbox.lost(other)) == f"rank {other} has left"
+        assert not any(thread.is_alive() for thread in link._peers[other].threads)
