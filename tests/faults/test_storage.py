@@ -148,8 +148,8 @@ def test_metrics_have_a_line_per_logged_step(kept: Kept) -> None:
 def test_the_summary_has_the_fields_that_are_promised(kept: Kept) -> None:
     summary = kept.summary
     promised = {
-        "model", "data", "seed", "batch_size", "sync", "transport", "schedule", "layout", "hosts",
-        "parameters", "epochs",
+        "model", "data", "seed", "batch_size", "sync", "transport", "schedule", "microbatches",
+        "layout", "stages", "hosts", "parameters", "epochs",
     }  # fmt: skip
     assert set(summary) == promised | {"folder", "shoal", "torch"}
     assert summary["model"] == "tutorial-cnn"
@@ -157,6 +157,7 @@ def test_the_summary_has_the_fields_that_are_promised(kept: Kept) -> None:
     assert (summary["seed"], summary["batch_size"], summary["sync"]) == (5, BATCH, "ring")
     assert (summary["transport"], summary["schedule"]) == ("dist", None)
     assert summary["layout"] == {"replicas": 2, "stages": 1}
+    assert (summary["stages"], summary["microbatches"]) == ([], 1)
     assert summary["hosts"] == [os.uname().nodename] * 2
     assert summary["parameters"] == 21_840
     assert [epoch["epoch"] for epoch in summary["epochs"]] == [1, 2]
@@ -411,7 +412,7 @@ def test_a_script_that_does_not_exist(start) -> None:
 def test_a_layout_that_is_exact_passes(start, tmp_path: Path, sync: str) -> None:
     run = start(*train(*SMALL, "--verify", "--workers", "2", "--batch-size", "7", "--sync", sync))
     assert run.end() == 0, run.said
-    assert f"2 ranks, sync {sync}, against one process" in run.out
+    assert f"2 replicas, sync {sync}, against one process" in run.out
     assert "float64" in run.out
     assert run.out.splitlines()[-1] == "pass"
     assert_nothing_was_made(tmp_path)
