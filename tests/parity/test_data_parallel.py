@@ -73,6 +73,6 @@ def test_gradients_over_zmq_need_no_keys_on_one_machine(tmp_path: Path) -> None:
         env={**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)},
     )
     assert run.returncode == 0, run.stderr
-    assert "2 ranks, sync ring over zmq, against one process" in run.stdout
+    assert "2 replicas, sync ring over zmq, against one process" in run.stdout
     assert run.stdout.rstrip().endswith("pass")
     assert list(tmp_path.iterdir()) == []

@@ -46,7 +46,7 @@ from shoal.wire.zmq_pieces import (
     send_pieces,
 )
 
-RECEIVE_QUEUE = 2
+RECEIVE_QUEUE = 4
 """Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
 copied out soon are still in the cache."""
 TURN_S = 0.1
