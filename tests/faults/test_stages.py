@@ -82,17 +82,6 @@ def test_three_stages_started_by_hand(start) -> None:
             ("--stages", "3", "--workers", "4"),
             ["4 ranks do not make whole replicas of 3 stages; 1 would be left over. Use 3 or 6"],
         ),
-        (
-            ("--stages", "2", "--schedule", "1f2b", "--microbatches", "0"),
-            ["--schedule 1f2b: unknown. Did you mean 1f1b?", "--microbatches 0: must be at least"],
-        ),
-        (
-            ("--stages", "2", "--schedule", "sequential", "--microbatches", "4"),
-            ["`sequential` takes the batch whole"],
-        ),
-        (("--stages", "3", "--cut", "fc3"), ["3 stages have 2 cuts between them; 1 given (fc3)"]),
-        (("--schedule", "gpipe"), ["--schedule: is about stages, and there is one"]),
-        (("--stages", "0"), ["--stages 0: must be at least 1"]),
         (("--stages", "2", "--cut", "fc33"), ["no module of that name. Did you mean fc3"]),
         (
             ("--stages", "3", "--model", "broken_models:BreakingStage"),

@@ -172,3 +172,46 @@ def test_threads_of_all_processes_fit_the_cores_we_may_use() -> None:
     assert threads_each(10 * cores) == 1
     for processes in range(1, cores + 1):
         assert threads_each(processes) * processes <= cores
+
+
+@pytest.mark.parametrize(
+    ("values", "num_ranks", "expected"),
+    [
+        (
+            {"stages": 3, "schedule": "1f1b"},
+            4,
+            "4 ranks do not make whole replicas of 3 stages; 1 would be left over. Use 3 or 6 ranks",
+        ),
+        ({"stages": 2, "schedule": "1f1b"}, 1, "1 would be left over. Use 2 ranks"),
+        ({"stages": 2, "schedule": "1f2b"}, 2, "--schedule 1f2b: unknown. Did you mean 1f1b?"),
+        (
+            {"stages": 2, "schedule": "gpipe", "microbatches": 0},
+            2,
+            "--microbatches 0: must be at least 1",
+        ),
+        (
+            {"stages": 2, "schedule": "sequential", "microbatches": 4},
+            2,
+            "`sequential` takes the batch whole",
+        ),
+        (
+            {"stages": 3, "schedule": "1f1b", "cuts": ["fc3"]},
+            3,
+            "3 stages have 2 cuts between them; 1 given (fc3)",
+        ),
+        ({"schedule": "gpipe"}, 2, "--schedule: is about stages, and there is one"),
+        ({"microbatches": 2}, 2, "--microbatches: is about stages, and there is one"),
+        ({"cuts": ["a"]}, 2, "--cut: is about stages, and there is one"),
+        ({"stages": 0}, 2, "--stages 0: must be at least 1"),
+    ],
+)
+def test_stages_that_cannot_be(values: dict[str, Any], num_ranks: int, expected: str) -> None:
+    found = faults(TrainSettings(**values), num_ranks)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_stages_share_a_batch_out_over_replicas_only() -> None:
+    settings = TrainSettings(stages=4, schedule="1f1b", batch_size=1, sync="ddp", transport="zmq")
+    assert faults(settings, 4) == []
+    assert "over 2 replicas" in faults(settings, 8)[0]
