@@ -180,7 +180,7 @@ def test_threads_of_all_processes_fit_the_cores_we_may_use() -> None:
         (
             {"stages": 3, "schedule": "1f1b"},
             4,
-            "4 ranks do not make whole replicas of 3 stages; 1 would be left over. Use 3 or 6 ranks",
+            "4 ranks do not make whole replicas of 3 stages; 1 would be left over. Use 3 or 6",
         ),
         ({"stages": 2, "schedule": "1f1b"}, 1, "1 would be left over. Use 2 ranks"),
         ({"stages": 2, "schedule": "1f2b"}, 2, "--schedule 1f2b: unknown. Did you mean 1f1b?"),
