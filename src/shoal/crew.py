@@ -165,7 +165,9 @@ class Crew:
             try:
                 self._store.wait(keys, timedelta(seconds=max(min(left, EXCHANGE_TURN_S), 0.001)))
                 return
-            except dist.DistStoreError:
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # its turn is over; a file's store has no name for that
                 for rank in range(self.size):
                     if self._store.check([f"left/{rank}"]):
                         raise self._lost_with_reason(rank, f"the exchange of {what}") from None
