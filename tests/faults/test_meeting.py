@@ -391,3 +391,21 @@ def test_ctrl_c_at_a_shared_file_leaves_it_usable(train: Train, tmp_path: Path) 
     leader.until_says("waiting for")
     press_ctrl_c(leader)
     assert not (tmp_path / "meeting").exists()
+
+
+LATE = """
+import sys, time
+import shoal
+with shoal.join(sys.argv[1], rank=int(sys.argv[2]), world_size=2) as crew:
+    time.sleep(2 * crew.rank)
+    print(crew.exchange("ranks", crew.rank))
+"""
+
+
+def test_at_a_shared_file_too_a_rank_may_be_late(start, tmp_path: Path) -> None:
+    """A wait is cut into turns; the file's store reports the end of one in a way of its own."""
+    place = f"file://{tmp_path}/meeting"
+    ranks = [start(sys.executable, "-c", LATE, place, str(rank)) for rank in range(2)]
+    for rank in ranks:
+        assert rank.end() == 0, rank.said
+        assert rank.out == "[0, 1]\n"
