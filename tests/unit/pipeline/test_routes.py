@@ -742,7 +742,7 @@ class Branches(nn.Module):
 
 
 def known_limit(reason: str) -> Any:
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+    return pytest.mark.xfail(raises=AssertionError, reason=reason)
 
 
 USED_TWICE = known_limit(
