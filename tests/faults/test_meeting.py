@@ -397,7 +397,7 @@ LATE = """
 import sys, time
 import shoal
 with shoal.join(sys.argv[1], rank=int(sys.argv[2]), world_size=2) as crew:
-    time.sleep(2 * crew.rank)
+    time.sleep(2 * crew.rank)  # is busy with something else
     print(crew.exchange("ranks", crew.rank))
 """
 

@@ -11,7 +11,6 @@ the loss, which comes from the last stage; between them everything follows the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -486,13 +485,6 @@ class Pipeline:
         self.module.load_state_dict({name: state[name] for name in names})
         for name, tensor in self._stray.items():
             tensor.copy_(state[name])
-
-    @contextmanager
-    def closing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.close()
 
     def close(self) -> None:
         self._averages.close()

@@ -15,7 +15,7 @@ from shoal.errors import ModelError
 from shoal.pipeline.build import materialise
 from shoal.pipeline.graph import Graph, attribute, shared
 from shoal.pipeline.partition import Costs, Unit, Value, cut
-from shoal.wire.tree import Tree, tensors_of, with_tensors
+from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 REPEATS = 5
 UNSENDABLE = -1
@@ -64,7 +64,7 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: l
     """By value: what it is; it needs a gradient here where it does in the model."""
     for node in graph.training.nodes:
         if node.op == "placeholder":
-            known[node.name] = _detached(inputs[node.name])
+            known[node.name] = detached(inputs[node.name])
             values.append(_value(known[node.name], 0, users[node.name], has_gradient=False))
         elif node.op == "get_attr":
             # A leaf of its own: the model's must not collect gradients here.
@@ -162,7 +162,3 @@ def _leaves(value: Tree) -> Tree:
         value,
         {path: t.detach().requires_grad_(t.requires_grad) for path, t in tensors_of(value).items()},
     )
-
-
-def _detached(value: Tree) -> Tree:
-    return with_tensors(value, {path: t.detach() for path, t in tensors_of(value).items()})

@@ -16,7 +16,7 @@ from torch import nn
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.split import OUTPUT, stage_module, values_made
-from shoal.wire.tree import Tree, tensors_of, with_tensors
+from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 Gradients = list[torch.Tensor | None]
 """Of a value's tensors that need one, in order."""
@@ -85,7 +85,7 @@ class Stage:
     def parcel(self, made: dict[str, Tree], target: int) -> Tree:
         """What a later stage gets of the values made: each, and which tensors need a gradient."""
         return [
-            [_detached(tree), [tensor.requires_grad for tensor in tensors_of(tree).values()]]
+            [detached(tree), [tensor.requires_grad for tensor in tensors_of(tree).values()]]
             for tree in (made[port.value] for port in self._routes.between(self.number, target))
         ]
 
@@ -130,10 +130,6 @@ class Stage:
 
 def _needing(tree: Tree) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(tree).values() if tensor.requires_grad]
-
-
-def _detached(tree: Tree) -> Tree:
-    return with_tensors(tree, {path: t.detach() for path, t in tensors_of(tree).items()})
 
 
 def _with_leaves(tree: Tree, needs: Sequence[bool]) -> tuple[Tree, list[torch.Tensor]]:

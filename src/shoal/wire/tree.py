@@ -420,3 +420,8 @@ def with_tensors(tree: Tree, tensors: dict[Path, torch.Tensor], path: Path = ())
         named: Any = getattr(tree, "_make", type(tree))  # a named tuple, or one of torch's own
         return named(inner)
     return tree
+
+
+def detached(tree: Tree) -> Tree:
+    """The same values, of which autograd knows nothing."""
+    return with_tensors(tree, {path: t.detach() for path, t in tensors_of(tree).items()})
