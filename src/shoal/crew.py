@@ -109,7 +109,7 @@ class Crew:
                 name = _common_interface(way, hello, roster, interface)
                 resources.enter_context(use_interface(name))
                 _init_group(store, way, roster, timeout_s)
-                resources.callback(_leave_group)
+                resources.callback(_leave_broken_group)
                 keep_store(way, store)
                 if_it_fails.pop_all()
             keys = dist.PrefixStore(f"shoal/{way.attempt}/crew", store)
@@ -254,6 +254,8 @@ class Crew:
         with self._resources:
             if error is None:
                 self.barrier()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
                 return
             if not isinstance(error, PeerLost):
                 self._say_goodbye(error)
@@ -270,7 +272,7 @@ class Crew:
         if self.rank != 0:
             return
         # The others notice when our connections close, then look into the store that we hold.
-        _leave_group()
+        _leave_broken_group()
         deadline = time.monotonic() + FAREWELL_S
         others = [f"alive/{rank}" for rank in range(1, self.size)]
         while time.monotonic() < deadline and not self._store.check(others):
@@ -339,10 +341,12 @@ def _own_gpu_each(roster: list[Hello]) -> bool:
     return all(h.device != "cpu" for h in roster) and len(places) == len(roster)
 
 
-def _leave_group() -> None:
-    """Destroy the process group, but wait no longer for it than a farewell takes.
+def _leave_broken_group() -> None:
+    """Destroy the process group, if it still stands, but wait for it no longer than a farewell.
 
     With an operation under way (after an error or Ctrl-C) gloo blocks here until its timeout.
+    After a barrier it does not, and must not be done on a thread that may be left behind: one
+    that comes back from C++ while Python is shutting down aborts the process.
     """
     if dist.is_initialized():
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)

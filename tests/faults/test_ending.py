@@ -198,10 +198,17 @@ def test_ctrl_c_ends_a_blocked_script_under_run(start, tmp_path: Path) -> None:
 def test_exit_codes_and_output_without_end_come_through(start, tmp_path: Path) -> None:
     script = tmp_path / "talk.py"
     script.write_text(
-        "import os, sys\n"
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
         "sys.stdout.write('x' * 300_000)\n"
+        "sys.stdout.flush()\n"
         "sys.stderr.write('no end of line')\n"
-        "sys.exit(7 if os.environ['RANK'] == '1' else 0)\n"
+        "said = Path(__file__).with_name('said')\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    sys.exit(said.touch())\n"
+        "while not said.exists():\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(7)\n"
     )
     run = start(*SHOAL, "run", "--workers", "2", str(script))
     assert run.end() == 7

@@ -241,9 +241,8 @@ class _Supervisor:
         for rank in self._ranks:
             _signal_group(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
-            for _, stream in rank.streams():
-                if not stream.closed:
-                    stream.close()
+        for rank in self._ranks:  # what they said until then is not lost
+            self._drain(rank)
         self._selector.close()
 
 
