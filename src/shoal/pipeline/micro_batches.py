@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -24,10 +25,19 @@ def num_samples(batch: Tree, what: str) -> int:
     return sizes.pop()
 
 
-def shares(total: int, num_parts: int) -> list[Share]:
-    """Of at most `num_parts` micro-batches, each with at least one sample."""
+def shares(total: int, num_parts: int, num_stages: int = 1) -> list[Share]:
+    """Of at most `num_parts` micro-batches, each with at least one sample.
+
+    While the first one is on its way to the last stage, and the last one back, others have nothing
+    to do; so in a pipeline these two are smaller, 1 - 1 / num_stages of the rest: with few
+    micro-batches a step is about 5 % shorter, whether backwards take as long as forwards or twice.
+    """
     count = max(1, min(total, num_parts))
-    return [share(total, part, count) for part in range(count)]
+    if num_stages == 1 or count < 3 or total < count * num_stages:
+        return [share(total, part, count) for part in range(count)]
+    weights = [num_stages - 1, *[num_stages] * (count - 2), num_stages - 1]
+    ends = [round(total * end / sum(weights)) for end in accumulate(weights, initial=0)]
+    return [Share(start, stop, total) for start, stop in pairwise(ends)]
 
 
 def split(batch: Tree, parts: Sequence[Share]) -> list[Tree]:

@@ -100,7 +100,7 @@ def cut(
     then the earliest cuts. `together` are pairs of units that share parameters and thus a stage.
     Raises ModelError where no cut will do.
     """
-    places, faults = _places(units, num_stages, together)
+    places, faults = places_in(units, num_stages, together)
     limits = costs.memory_bytes
     if limits is not None and len(limits) != num_stages:
         faults.append(f"there are {len(limits)} memory limits for {num_stages} stages.")
@@ -204,7 +204,7 @@ def _memory(units: Sequence[Unit], costs: Costs) -> Callable[[int, int], float]:
     return lambda a, b: (parameters[b] - parameters[a]) * factor + kept[b] - kept[a]
 
 
-def _places(
+def places_in(
     units: Sequence[Unit], num_stages: int, together: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[str]]:
     """The units that a stage may begin with, and what is wrong where they are too few."""

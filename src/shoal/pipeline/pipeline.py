@@ -24,6 +24,7 @@ from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, materialise, outline
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.measure import measure_costs
+from shoal.pipeline.partition import Costs
 from shoal.pipeline.profile import choose_cuts
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -140,10 +141,7 @@ class Pipeline:
             costs = replace(costs, memory_bytes=self.plan.memory_bytes)
         if self._crew.rank == 0 and self.plan.stages > 1:
             try:
-                plan = self.plan
-                full = make_schedule(plan.schedule, plan.stages, plan.microbatches)
-                alive = full.most_alive(0)
-                cuts = choose_cuts(graph, self._example(x), plan.stages, costs, alive)
+                cuts = self._chosen_cuts(graph, x, costs)
             except ModelError as error:
                 fault = str(error)
         chosen, fault = self._crew.exchange("the cuts", [cuts, fault])[0]
@@ -151,12 +149,15 @@ class Pipeline:
             raise ModelError(fault)
         self._build(chosen or [])
 
-    def _example(self, x: Tree) -> dict[str, Tree]:
-        """The first micro-batch of a batch."""
+    def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
+        """By a profile with the largest micro-batch."""
         named = self._named_inputs(x)
         parts = self._parts(micro_batches.num_samples(named, "x"))
-        first: dict[str, Tree] = micro_batches.split(named, parts)[0]
-        return first
+        largest = max(range(len(parts)), key=lambda number: parts[number].size)
+        weights = [part.size / max(parts[largest].size, 1) for part in parts]
+        example = micro_batches.split(named, parts)[largest]
+        schedule = self._schedule(self.plan.schedule, len(parts))
+        return choose_cuts(graph, example, self.plan.stages, costs, schedule, weights)
 
     def _build(self, cuts: list[int]) -> None:
         graph = self._graph
@@ -342,7 +343,9 @@ class Pipeline:
         return parts, inputs
 
     def _parts(self, samples: int) -> list[Share]:
-        return micro_batches.shares(samples, self.plan.microbatches)
+        in_turns = self.plan.schedule == "sequential"
+        num_stages = 1 if in_turns else self.plan.stages
+        return micro_batches.shares(samples, self.plan.microbatches, num_stages)
 
     def _named_inputs(self, x: Tree) -> dict[str, Tree]:
         names = [name for _, name in self._inputs]

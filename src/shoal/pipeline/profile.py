@@ -14,7 +14,9 @@ from torch import fx, nn
 from shoal.errors import ModelError
 from shoal.pipeline.build import materialise
 from shoal.pipeline.graph import Graph, attribute, shared
-from shoal.pipeline.partition import Costs, Unit, Value, cut
+from shoal.pipeline.partition import Costs, Unit, Value, cut, places_in
+from shoal.pipeline.play import refine
+from shoal.pipeline.schedule import Schedule
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 REPEATS = 5
@@ -23,16 +25,28 @@ UNSENDABLE = -1
 
 
 def choose_cuts(
-    graph: Graph, inputs: dict[str, Tree], num_stages: int, costs: Costs, num_alive: int = 1
+    graph: Graph,
+    inputs: dict[str, Tree],
+    num_stages: int,
+    costs: Costs,
+    schedule: Schedule | None = None,
+    weights: Sequence[float] = (),
 ) -> list[int]:
-    """The units that stages 1, 2, ... begin with, so that the slowest stage is fastest.
+    """The units that stages 1, 2, ... begin with, so that a step is short.
 
-    inputs: of a micro-batch. num_alive: how many of them a stage holds at once, at most.
+    inputs: of a micro-batch. weights: of all micro-batches, relative to that one. Without a
+    schedule, or where stages take turns, the slowest stage is what counts.
     """
     units, values = profile(graph, inputs)
-    held = [replace(unit, kept_bytes=unit.kept_bytes * num_alive) for unit in units]
+    if schedule is not None:
+        alive = schedule.most_alive(0)
+        units = [replace(unit, kept_bytes=unit.kept_bytes * alive) for unit in units]
     together = [*shared(graph), *(pair for value in values for pair in _bound(value, units))]
-    return cut(held, values, num_stages, costs, together)
+    cuts = cut(units, values, num_stages, costs, together)
+    if schedule is None or schedule.name == "sequential":
+        return cuts
+    places, _ = places_in(units, num_stages, together)
+    return refine(units, values, cuts, places, costs, schedule, weights)
 
 
 def _bound(value: Value, units: Sequence[Unit]) -> list[tuple[int, int]]:

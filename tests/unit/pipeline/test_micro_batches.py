@@ -59,6 +59,32 @@ def test_a_batch_that_does_not_divide() -> None:
     assert [part.size for part in shares(2, 4)] == [1, 1]
 
 
+@given(st.integers(0, 300), st.integers(1, 50), st.integers(1, 6))
+def test_in_a_pipeline_the_first_and_the_last_are_smaller(
+    total: int, num_parts: int, num_stages: int
+) -> None:
+    parts = shares(total, num_parts, num_stages)
+    assert [sample for part in parts for sample in range(part.start, part.stop)] == list(
+        range(total)
+    )
+    sizes = [part.size for part in parts]
+    assert len(parts) == max(1, min(total, num_parts))
+    assert all(sizes) or total == 0
+    assert max(sizes) <= 2 * min(sizes) + 2
+    middle = sizes[1:-1] or sizes
+    assert max(middle) - min(middle) <= 1
+    assert sizes[0] <= max(middle)
+    assert sizes[-1] <= max(middle)
+
+
+def test_ends_of_two_and_of_three_stages() -> None:
+    assert [part.size for part in shares(128, 4, 2)] == [21, 43, 43, 21]
+    assert [part.size for part in shares(128, 5, 2)] == [16, 32, 32, 32, 16]
+    assert [part.size for part in shares(130, 5, 3)] == [20, 30, 30, 30, 20]
+    assert [part.size for part in shares(7, 4, 2)] == [2, 2, 2, 1]
+    assert [part.size for part in shares(128, 2, 2)] == [64, 64]
+
+
 def test_no_samples_are_one_empty_micro_batch() -> None:
     assert shares(0, 4) == [Share(0, 0, 0)]
 
