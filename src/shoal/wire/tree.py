@@ -100,6 +100,9 @@ def take_apart(tree: Tree, stays: Stays | None = None) -> Parcel:
 
 def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
     if isinstance(value, torch.Tensor):
+        if order := _order(value):
+            back = [order.index(dimension) for dimension in range(len(order))]
+            return ["p", back, _plan(value.permute(order), parcel, path)]
         kind = DTYPE_NAMES.get(value.dtype, "")
         stays = parcel.stays is not None and parcel.stays(value)
         if not kind or not _lies_well(value, stays):
@@ -162,6 +165,19 @@ def _key(key: Any, path: Path) -> Any:
     )
 
 
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """The order of dimensions in which its memory is in one piece, if that is not its own.
+
+    Channels-last, for one: it is to lie there as it lies here, else sums would be made in another
+    order, and be others by a rounding.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
     """Whether its memory can be sent as it is."""
     return (
@@ -209,10 +225,13 @@ def outline_of(tree: Tree, tensors: list[torch.Tensor], depth: int = 0) -> Any:
             shape = tree.numpy().shape  # which fails for all that does not lie well, but one
         except (RuntimeError, TypeError):
             return None
-        if not tree.is_contiguous():
+        if tree.is_contiguous():
+            tensors.append(tree)
+            return tree.dtype, shape
+        if (order := _order(tree)) is None:
             return None
-        tensors.append(tree)
-        return tree.dtype, shape
+        tensors.append(tree.permute(order))
+        return tree.dtype, shape, tuple(order)
     outline: list[Any] = [kind]
     if kind is dict and depth < MAX_OUTLINE_DEPTH:
         for key, value in tree.items():
@@ -315,12 +334,12 @@ class Recipe(NamedTuple):
     build: Build
     """The message, of the tensors of its slots."""
     paths: dict[int, Path]
-    """Where in the message each slot is that holds a tensor."""
+    """Where in the message each slot is that holds a tensor as it lies in memory."""
 
 
 def read_plan(plan: Any, slots: list[Slot]) -> Recipe:
     """WireError if the plan is none that `take_apart` makes."""
-    left = {number: slot.kind for number, slot in enumerate(slots)}
+    left = dict(enumerate(slots))
     paths: dict[int, Path] = {}
     try:
         build = _read(plan, left, paths, ())
@@ -331,7 +350,7 @@ def read_plan(plan: Any, slots: list[Slot]) -> Recipe:
     return Recipe(build, paths)
 
 
-def _read(plan: Any, left: dict[int, str], paths: dict[int, Path], path: Path) -> Build:
+def _read(plan: Any, left: dict[int, Slot], paths: dict[int, Path], path: Path) -> Build:
     if not isinstance(plan, list):
         if plan is None or isinstance(plan, _SCALARS):
             return lambda tensors: plan
@@ -341,6 +360,8 @@ def _read(plan: Any, left: dict[int, str], paths: dict[int, Path], path: Path) -
     match plan:
         case ["b", int(number)] if type(number) is int:
             return _read_buffer(number, left, paths, path)
+        case ["p", list(order), ["b", int(number)]] if type(number) is int:
+            return _read_permuted(order, number, left)
         case ["d", list(keys), list(values)]:
             names = [_read_key(key) for key in keys]
             items = [
@@ -361,16 +382,30 @@ def _read(plan: Any, left: dict[int, str], paths: dict[int, Path], path: Path) -
     raise WireError("the plan has something that no message has")
 
 
-def _read_buffer(number: int, left: dict[int, str], paths: dict[int, Path], path: Path) -> Build:
-    kind = left.pop(number, None)
-    if kind is None:
-        raise WireError("the plan points to a buffer that is not there, or has been used")
+def _read_buffer(number: int, left: dict[int, Slot], paths: dict[int, Path], path: Path) -> Build:
+    kind = _take(number, left).kind
     if kind == TEXT:
         return lambda tensors: _content(tensors[number]).decode("utf-8", "surrogatepass")
     if kind == BYTES:
         return lambda tensors: _content(tensors[number])
     paths[number] = path
     return operator.itemgetter(number)
+
+
+def _read_permuted(order: list[Any], number: int, left: dict[int, Slot]) -> Build:
+    """A tensor whose dimensions are in another order than its memory."""
+    slot = _take(number, left)
+    plain = all(type(each) is int for each in order)
+    if slot.kind in (TEXT, BYTES) or not plain or sorted(order) != list(range(len(slot.shape))):
+        raise WireError(f"buffer {number}: its dimensions cannot be put into that order")
+    return lambda tensors: tensors[number].permute(order)
+
+
+def _take(number: int, left: dict[int, Slot]) -> Slot:
+    slot = left.pop(number, None)
+    if slot is None:
+        raise WireError("the plan points to a buffer that is not there, or has been used")
+    return slot
 
 
 def _read_key(key: Any) -> Any:
