@@ -1,4 +1,10 @@
-"""Which values go from which stage to which: a table, settled before anything moves."""
+"""Which values go from which stage to which: a table, settled before anything moves.
+
+    value       stage 0 ──> 1, stage 0 ──> 2, stage 0 ──> 3    straight to each stage that uses it
+    gradient    stage 3 ──> 2 ──> 1 ──> 0                      from user to user: each adds its own
+
+One process adds gradients up in this order, the last use first; so the sum is the same to the bit.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +21,6 @@ class Port(NamedTuple):
     value: str
     source: int
     """The stage that makes it; inputs of the model are made by stage 0."""
-    places: list[str]
-    """Names of what stands for it in the stage's own graph. More than one where gradients of single
-    uses must travel apart, so that they are added up in the same order as in one process."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,22 @@ class Routes:
         """Later stages that use what this one makes."""
         return [s for s in range(stage + 1, self.num_stages) if self.between(stage, s)]
 
+    def back(self, stage: int, to: int) -> list[str]:
+        """Values whose gradients go from `stage` to `to`: who used it before, or who made it."""
+        return [port.value for port in self.ports[stage] if self._before(port, stage) == to]
+
+    def backs(self, stage: int) -> list[int]:
+        """Earlier stages that get gradients from this one."""
+        return sorted({self._before(port, stage) for port in self.ports[stage]})
+
+    def forths(self, stage: int) -> list[int]:
+        """Later stages that gradients come from."""
+        return [s for s in range(stage + 1, self.num_stages) if self.back(s, stage)]
+
+    def _before(self, port: Port, stage: int) -> int:
+        users = (s for s in reversed(range(stage)) if port in self.ports[s])
+        return next(users, port.source)
+
 
 def route(graph: Graph, cuts: Sequence[int]) -> Routes:
     """The table of routes for these cuts."""
@@ -59,13 +78,7 @@ def route(graph: Graph, cuts: Sequence[int]) -> Routes:
     number = {name: i for i, name in enumerate(graph.units)}
     for value, users in graph.users().items():
         maker = routes.stage_of(number[value]) if value in number else 0
-        by_stage: dict[int, list[int]] = {}
-        for user in users:
-            stage = last_stage if user == num_units else routes.stage_of(user)
-            if stage != maker:
-                by_stage.setdefault(stage, []).append(user)
-        for stage, uses in by_stage.items():
-            alone = len(uses) == 1 or stage == max(by_stage)
-            names = [value] if alone else [f"{value}__{use}" for use in uses]
-            routes.ports[stage].append(Port(value, maker, names))
+        stages = {last_stage if user == num_units else routes.stage_of(user) for user in users}
+        for stage in stages - {maker}:
+            routes.ports[stage].append(Port(value, maker))
     return routes

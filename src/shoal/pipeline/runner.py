@@ -31,12 +31,13 @@ class Runner:
     ) -> None:
         """ranks: of the stages, in order."""
         self._stage = stage
-        self._routes = routes
         self._link = link
         self._ranks = ranks
         self._timeline = timeline
         self._sources = routes.sources(stage.number)
         self._targets = routes.targets(stage.number)
+        self._backs = routes.backs(stage.number)
+        self._forths = routes.forths(stage.number)
         self._sent: list[Job] = []
 
     def run(
@@ -74,11 +75,11 @@ class Runner:
 
     def _backward(self, micro_batch: int) -> None:
         tag = f"backward {micro_batch}"
-        arrived = self._receive(self._targets, tag)
+        arrived = self._receive(self._forths, tag)
         with self._timeline.span("backward", micro_batch):
             gradients = self._stage.backward(micro_batch, arrived)
-        for source in self._sources:
-            self._send(gradients[source], source, tag)
+        for earlier in self._backs:
+            self._send(gradients[earlier], earlier, tag)
 
     def _receive(self, stages: Sequence[int], tag: str) -> dict[int, Any]:
         jobs = [(stage, self._link.irecv(self._ranks[stage], tag)) for stage in stages]

@@ -26,10 +26,12 @@ Gradients = list[torch.Tensor | None]
 class _Kept:
     """What the backward pass of a micro-batch will need."""
 
-    leaves: dict[int, list[list[list[torch.Tensor]]]] = field(default_factory=dict)
-    """By source: of each value, of each of its places, the tensors that need a gradient."""
-    roots: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    came: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """By value from elsewhere: its tensors that need a gradient, leaves of this stage's graph."""
+    made: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By value that was made here: its tensors that need a gradient."""
+    copies: set[str] = field(default_factory=set)
+    """Values from elsewhere that are another name of one that came as well."""
     loss: torch.Tensor | None = None
 
 
@@ -62,31 +64,42 @@ class Stage:
         inputs: of the model, in stage 0. arrived: by source, what `parcel` made there.
         """
         kept = _Kept()
-        places = [inputs[name] for name in self._inputs] if self.number == 0 else []
-        by_value: dict[str, list[Tree]] = {}
+        values = dict(inputs)
         for source, parcel in arrived.items():
-            ports = self._routes.between(source, self.number)
-            kept.leaves[source] = []
-            for port, (tree, needs) in zip(ports, parcel, strict=True):
-                copies = [_with_leaves(tree, needs) for _ in port.places]
-                by_value[port.value] = [copy for copy, _ in copies]
-                kept.leaves[source].append([leaves for _, leaves in copies])
-        for port in self._routes.ports[self.number]:
-            places += by_value[port.value]
+            names = [port.value for port in self._routes.between(source, self.number)]
+            for name, content in zip(names, parcel, strict=True):
+                if isinstance(content, int):
+                    values[name], kept.came[name] = (
+                        values[names[content]],
+                        kept.came[names[content]],
+                    )
+                    kept.copies.add(name)
+                else:
+                    values[name], kept.came[name] = _with_leaves(*content)
+        ports = self._routes.ports[self.number]
+        names = self._inputs if self.number == 0 else [port.value for port in ports]
         module = self.module if self.module.training else self._evaluating[0]
-        made = dict(zip(self._makes, module(*places), strict=True))
+        made = dict(zip(self._makes, module(*map(values.__getitem__, names)), strict=True))
         if torch.is_grad_enabled():
             for value, tree in made.items():
                 if value != OUTPUT:
-                    kept.roots[value] = _needing(tree)
+                    kept.made[value] = _needing(tree)
             self._kept[micro_batch] = kept
         return made
 
     def parcel(self, made: dict[str, Tree], target: int) -> Tree:
-        """What a later stage gets of the values made: each, and which tensors need a gradient."""
+        """What a later stage gets of the values made: each, and which tensors need a gradient.
+
+        One that is another name of an earlier one (nn.Identity gives back what it was given) goes
+        as that one's number: once, and with one gradient.
+        """
+        values = [made[port.value] for port in self._routes.between(self.number, target)]
+        first = {id(tree): number for number, tree in reversed(list(enumerate(values)))}
         return [
-            [detached(tree), [tensor.requires_grad for tensor in tensors_of(tree).values()]]
-            for tree in (made[port.value] for port in self._routes.between(self.number, target))
+            first[id(tree)]
+            if isinstance(tree, torch.Tensor) and first[id(tree)] != number
+            else [detached(tree), [tensor.requires_grad for tensor in tensors_of(tree).values()]]
+            for number, tree in enumerate(values)
         ]
 
     def keep_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
@@ -96,31 +109,35 @@ class Stage:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(
-        self, micro_batch: int, arrived: dict[int, list[list[Gradients]]]
-    ) -> dict[int, list[list[Gradients]]]:
-        """Adds to the gradients of the parameters; returns those of what came, by source.
+        self, micro_batch: int, arrived: dict[int, list[Gradients]]
+    ) -> dict[int, list[Gradients]]:
+        """Adds to the gradients of the parameters; returns those of what came, by whom they go to.
 
-        arrived: by later stage, of each value that went there, of each of its places.
+        arrived: by later stage, of each value that its gradients are for. Of a value that was only
+        used here they are what this stage's own are added to.
         """
         kept = self._kept.pop(micro_batch)
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         if kept.loss is not None and kept.loss.requires_grad:
             kept.loss.backward()
-        # In the order in which one process would add them up: what was used last comes first.
-        for target in sorted(arrived, reverse=True):
-            ports = self._routes.between(self.number, target)
-            for port, of_places in zip(ports, arrived[target], strict=True):
-                for of_place in reversed(of_places):
-                    for root, gradient in zip(kept.roots[port.value], of_place, strict=True):
-                        if gradient is not None:
-                            roots.append(root)
-                            gradients.append(gradient)
+        for later, of_values in arrived.items():
+            for value, of_value in zip(
+                self._routes.back(later, self.number), of_values, strict=True
+            ):
+                tensors = kept.came[value] if value in kept.came else kept.made[value]
+                for tensor, gradient in zip(tensors, of_value, strict=True):
+                    if gradient is not None:
+                        roots.append(tensor)
+                        gradients.append(gradient)
         if roots:
             torch.autograd.backward(roots, gradients)
         return {
-            source: [[[leaf.grad for leaf in place] for place in places] for places in values]
-            for source, values in kept.leaves.items()
+            earlier: [
+                [None if value in kept.copies else leaf.grad for leaf in kept.came[value]]
+                for value in self._routes.back(self.number, earlier)
+            ]
+            for earlier in self._routes.backs(self.number)
         }
 
     def forget(self) -> None:

@@ -57,6 +57,24 @@ def test_a_tensor_that_lies_well_is_not_copied() -> None:
     assert take_apart([tensor]).buffers[0].data_ptr() == tensor.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.randn(2, 3, 4).permute(2, 0, 1).bfloat16().requires_grad_(),
+    ],
+    ids=["channels last", "transposed", "permuted", "with a gradient"],
+)
+def test_a_tensor_arrives_as_it_lay_and_is_not_copied_for_it(tensor: torch.Tensor) -> None:
+    assert not tensor.is_contiguous()
+    assert take_apart([tensor]).buffers[0].data_ptr() == tensor.data_ptr()
+    back = there_and_back({"x": tensor})["x"]
+    assert same(back, tensor.detach())
+    assert back.stride() == tensor.stride()
+
+
 def test_one_element_with_a_stride_of_its_own() -> None:
     tensor = torch.arange(3, dtype=torch.bfloat16)[1::2]  # contiguous, says torch, with stride 2
     assert tensor.is_contiguous()
@@ -130,6 +148,15 @@ def test_a_list_inside_itself() -> None:
         ["i", "1" * 5000],
         b"bytes in the open",
         ["l", [["b", 0], ["b", 0]]],
+        ["p", [0]],
+        ["p", [], ["b", 0]],
+        ["p", [1], ["b", 0]],
+        ["p", [-1], ["b", 0]],
+        ["p", [False], ["b", 0]],
+        ["p", [0, 0], ["b", 0]],
+        ["p", ["0"], ["b", 0]],
+        ["p", [0], ["l", [["b", 0]]]],
+        ["p", [0], ["b", 1]],
     ],
 )
 def test_plans_that_nobody_made_are_refused(plan: Any) -> None:
