@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph, attribute
@@ -17,26 +21,58 @@ Model = nn.Module | Sequence[Any] | Callable[[], Any]
 """A module, a list of layers, or what makes one of them."""
 
 
-def as_module(model: Model) -> nn.Module:
-    """A callable is called on the meta device: the whole model need not fit here."""
+def as_module(model: Model, seed: int = 0) -> nn.Module:
+    """A callable is called so that the whole model need not fit here; seed: of what it draws."""
     if isinstance(model, nn.Module):
         return model
     if callable(model):
-        with torch.device("meta"):
+        with _weights_on_meta(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             made = model()
-        if not isinstance(made, nn.Module | list | tuple):
-            raise ModelError(
-                f"{getattr(model, '__name__', model)} gave a {type(made).__name__}; it must give "
-                "an nn.Module or a list of layers."
-            )
-        with torch.device("meta"):
-            return as_module(made)
+            if isinstance(made, nn.Module | list | tuple):
+                return as_module(made)
+        raise ModelError(
+            f"{getattr(model, '__name__', model)} gave a {type(made).__name__}; it must give "
+            "an nn.Module or a list of layers."
+        )
     if isinstance(model, str | bytes | dict) or not isinstance(model, Sequence):
         raise ModelError(
             f"a {type(model).__name__} is no model: give an nn.Module, a list of layers, or what "
             "makes one of them."
         )
     return model_of(model)
+
+
+@contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Modules made meanwhile have their parameters on the meta device, where nothing is computed.
+
+    But not those of a layer that cannot say what they begin with (`materialise` could not give them
+    back), nor buffers, such as masks and tables of positions: they are as their layer makes them.
+    """
+    on_meta: Any = WeakIdKeyDictionary()  # by the parameter that it was: one that is tied stays so
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or is_lazy(parameter) or not _reset_of(module):
+            return None
+        if parameter not in on_meta and not parameter.is_meta:
+            needs = parameter.requires_grad
+            on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=needs)
+        return on_meta.get(parameter)
+
+    hook = register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _reset_of(layer: nn.Module) -> Callable[[], None] | None:
+    """What gives a layer's parameters the values that they begin with."""
+    found: Callable[[], None] | None = getattr(
+        layer, "reset_parameters", getattr(layer, "_reset_parameters", None)
+    )
+    return found
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -76,18 +112,17 @@ def materialise(
     tied = _tied(model)
     # Inner ones first: an outer one may have the last word on them, as MultiheadAttention has.
     for path, layer in reversed(list(model.named_modules())):
-        own = {
-            f"{path}.{name}" if path else name: tensor
-            for name, tensor in [
-                *layer.named_parameters(recurse=False),
-                *layer.named_buffers(recurse=False),
-            ]
-        }
-        if not any(t.is_meta and (names is None or name in names) for name, t in own.items()):
+        tensors = {**layer._parameters, **layer._buffers}
+        wanted = [
+            name
+            for name, tensor in tensors.items()
+            if tensor is not None
+            and tensor.is_meta
+            and (names is None or (f"{path}.{name}" if path else name) in names)
+        ]
+        if not wanted:
             continue
-        reset = getattr(layer, "reset_parameters", None) or getattr(
-            layer, "_reset_parameters", None
-        )
+        reset = _reset_of(layer)
         if reset is None:
             faults.append(
                 f"{path or type(model).__name__} ({type(layer).__name__}) has no "
@@ -95,7 +130,12 @@ def materialise(
                 "give the model itself instead of what makes it."
             )
             continue
-        layer.to_empty(device=device, recurse=False)
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_meta:
+                room: torch.Tensor = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    room = nn.Parameter(room, requires_grad=tensor.requires_grad)
+                setattr(layer, name, room)
         digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:7]))

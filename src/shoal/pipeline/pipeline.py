@@ -111,7 +111,7 @@ class Pipeline:
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
-        module = as_module(model)
+        module = as_module(model, plan.seed)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
         crew.agree("the model", outline(graph))

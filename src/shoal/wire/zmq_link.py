@@ -56,6 +56,7 @@ LAST_WORDS_S = 0.3
 """After a connection broke: how long what is still underway may take to arrive."""
 
 PULSE = "p"
+PULSE_GRACE_S = 0.2
 HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
 """Signs: messages of one byte, the last two with a reason behind."""
 MAX_REASON_LETTERS = 500
@@ -97,6 +98,7 @@ class _Peer:
     passed_over: int = 0
     """How often others were heard since then. ZeroMQ takes from all in turn."""
     has_come: bool = False
+    has_pulse: bool = False
     is_gone: bool = False
     arrival: Arrival | None = None
     """The message whose further pieces are coming, if one is."""
@@ -236,6 +238,8 @@ class ZmqLink(Link):
                 f"rank {self.rank}, listening at {self.card.endpoint}, has no link with "
                 + "; ".join(faults)
             )
+        # Their other connections too, or one that leaves soon would be taken for a stranger.
+        self._pump_until(lambda: all(p.has_pulse for p in peers), PULSE_GRACE_S)
 
     def _missing(self, peer: _Peer) -> str:
         if not peer.guest.is_connected:
@@ -321,6 +325,7 @@ class ZmqLink(Link):
         if peer is None or (self._keys and not peer.guest.is_author_of(self._frame)):
             raise WireError("it is no rank of this crew")
         self._gate.greet(self._frame, peer.guest)
+        peer.has_pulse = True
 
     def _receive(self, peer: _Peer) -> None:
         """One zmq message from `peer`, of which the first frame has been received."""

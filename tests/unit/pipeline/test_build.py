@@ -49,8 +49,8 @@ def test_a_module_is_itself() -> None:
 def test_what_makes_a_model_is_called_on_meta(make: Any) -> None:
     model = as_module(make)
     assert is_on_meta(model)
-    assert all(tensor.is_meta for tensor in model.state_dict().values())
-    assert torch.empty(1).device == CPU  # not longer than that
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(parameter.is_meta for parameter in square().parameters())  # not longer than that
 
 
 def test_a_list_of_layers_is_built_here() -> None:
@@ -340,8 +340,67 @@ class Table(nn.Module):
         return x + self.table
 
 
-def test_modules_that_cannot_be_given_weights_are_named_together() -> None:
-    model = on_meta(lambda: nn.Sequential(square(), Silent(), nn.Sequential(Table()), Silent()))
+class Positions(nn.Module):
+    """A table that belongs to no state, and a part of it that forward() takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(2.0 * WIDTH), persistent=False)
+        self.start = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.start + self.table[:WIDTH]
+
+
+def test_what_only_its_layer_can_make_is_made_by_it() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(square(), Silent(), nn.Sequential(Table(), Positions()), square())
+
+    state = torch.random.get_rng_state()
+    model = as_module(make, seed=5)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [n for n, p in model.named_parameters() if not p.is_meta] == ["1.weight", "2.1.start"]
+    assert torch.equal(model[1].weight, torch.ones(WIDTH))
+    again, other = as_module(make, seed=5), as_module(make, seed=6)
+    assert torch.equal(again[2][1].start, model[2][1].start)
+    assert not torch.equal(other[2][1].start, model[2][1].start)
+    whole = on_meta(make)
+    last = len(read(whole).units) - 1
+    materialise(whole, 5, CPU)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(weighted_stage(make, [last], 0).module(x)[0], whole[:3](x))
+    for cut in range(1, last):
+        stages = [weighted_stage(make, [cut], number) for number in (0, 1)]
+        assert not any(is_on_meta(stage.module) for stage in stages)
+
+
+def test_a_layer_that_can_reset_its_parameters_keeps_its_tables() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril(), persistent=False)
+
+    model = as_module(Masked)
+    assert model.weight.is_meta
+    materialise(model, 5, CPU)
+    assert torch.equal(model.mask, torch.ones(WIDTH, WIDTH).tril())
+    assert model.weight.abs().sum() > 0
+
+
+def test_one_parameter_given_to_two_layers_stays_one() -> None:
+    def make() -> nn.Module:
+        first, second = square(), square()
+        first.weight = second.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        return nn.Sequential(first, second)
+
+    model = as_module(make)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.is_meta
+
+
+def test_layers_made_on_meta_that_cannot_be_given_weights_are_named_together() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(square(), Silent(), nn.Sequential(Table()), Silent())
     with pytest.raises(ModelError) as caught:
         materialise(model, 5, CPU)
     faults = caught.value.faults
@@ -349,18 +408,7 @@ def test_modules_that_cannot_be_given_weights_are_named_together() -> None:
         "1 (Silent)", "2.0 (Table)", "3 (Silent)"
     ]  # fmt: skip
     assert all("reset_parameters()" in fault and "Write one" in fault for fault in faults)
-
-
-def test_the_model_itself_may_be_the_one() -> None:
+    with torch.device("meta"):
+        model = Silent()
     with pytest.raises(ModelError, match=r"^Silent \(Silent\) has no reset_parameters"):
-        materialise(on_meta(Silent), 5, CPU)
-
-
-def test_in_a_stage_they_are_named_as_in_the_model() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(square(), Silent(), square())
-
-    with pytest.raises(ModelError) as caught:
-        weighted_stage(make, [1], 1)
-    assert str(caught.value).startswith("1 (Silent) has no reset_parameters()")
-    weighted_stage(make, [1], 0)  # has nothing to do with it
+        materialise(model, 5, CPU)
