@@ -102,6 +102,8 @@ LOCAL_FIELDS = frozenset(
 def shared_settings(settings: TrainSettings) -> dict[str, str]:
     """What every rank must agree on, as text, to be compared by name when the crew meets."""
     values = msgspec.structs.asdict(settings)
+    cuts = values.pop("cuts")
+    values["cut"] = None if cuts is None else ", ".join(cuts)
     return {k: str(v) for k, v in values.items() if k not in LOCAL_FIELDS}
 
 

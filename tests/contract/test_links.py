@@ -236,6 +236,14 @@ def test_a_rank_that_ends_with_an_error_says_so(links: list[Link]) -> None:
         links[1].recv(0)
 
 
+def test_whoever_only_sends_hears_the_reason_too(links: list[Link]) -> None:
+    with pytest.raises(ZeroDivisionError), links[0]:
+        print(1 / 0)
+    with pytest.raises(PeerLost, match=r"rank 0 has left: it ended with ZeroDivisionError: div"):
+        for _ in range(1000):
+            links[1].send(torch.zeros(100_000), to=0)
+
+
 def test_a_wait_has_a_deadline_and_takes_nothing_with_it(links: list[Link]) -> None:
     with pytest.raises(WireError, match=r"waited 0.05 s .* tag 'x' from rank 0"):
         links[1].recv(0, tag="x", timeout_s=0.05)

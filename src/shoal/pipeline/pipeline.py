@@ -174,7 +174,7 @@ class Pipeline:
         stage = self._weighted_stage(graph)
         self._graph = None  # and with it the other stages' parameters
         self._stage = stage
-        self._runner = Runner(stage, self.routes, self._link, self._ranks, self.timeline)
+        self._runner = Runner(stage, self._link, self._ranks, self.timeline)
         self._optimizer = self._make_optimizer()
         self.train(self._is_training)
 
@@ -293,8 +293,12 @@ class Pipeline:
                 scale = self._part_weight(parts[number]) * counts * weight
                 return loss if scale == 1.0 else loss * scale
 
-        with torch.enable_grad():
-            self._runner.run(self._schedule(self.plan.schedule, len(parts)), inputs, finish)
+        schedule = self._schedule(self.plan.schedule, len(parts))
+        try:
+            with torch.enable_grad():
+                self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
+        finally:
+            self.stage.forget()
         return self._announce_loss(total)
 
     def update(self) -> None:
@@ -423,7 +427,8 @@ class Pipeline:
             outputs.append(output)
 
         with torch.no_grad():
-            self._runner.run(self._schedule("", len(parts)), inputs, finish)
+            schedule = self._schedule("", len(parts))
+            self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
         if not self.is_last:
             return self._link.recv(self._ranks[-1], "output") if everywhere else None
         output = micro_batches.join(outputs)

@@ -11,29 +11,40 @@ from typing import Any
 
 import torch
 
-from shoal.pipeline.routes import Routes
 from shoal.pipeline.schedule import FORWARD, Schedule
 from shoal.pipeline.split import OUTPUT
-from shoal.pipeline.stage import Stage
+from shoal.pipeline.stage import Roots, Stage
 from shoal.pipeline.timeline import Timeline
+from shoal.wire.inbox import ReceiveJob
 from shoal.wire.link import Job, Link
 from shoal.wire.tree import Tree
 
+Feed = Callable[[int], dict[str, Tree]]
+"""In the first stage: the inputs of a micro-batch, of its number."""
 Finish = Callable[[int, Any], torch.Tensor | None]
 """In the last stage: the loss of a micro-batch, of its number and the model's output."""
+Begin = Callable[[int], Roots]
+"""In the last stage, where it has no loss: what the backward pass of a micro-batch begins with."""
 
 
 class Runner:
     """One stage, joined with the others."""
 
     def __init__(
-        self, stage: Stage, routes: Routes, link: Link, ranks: Sequence[int], timeline: Timeline
+        self,
+        stage: Stage,
+        link: Link,
+        ranks: Sequence[int],
+        timeline: Timeline,
+        wait: Callable[[ReceiveJob], Tree] = ReceiveJob.wait,
     ) -> None:
-        """ranks: of the stages, in order."""
+        """ranks: of the stages, in order. wait: for a message that comes."""
         self._stage = stage
         self._link = link
         self._ranks = ranks
         self._timeline = timeline
+        self._wait = wait
+        routes = stage.routes
         self._sources = routes.sources(stage.number)
         self._targets = routes.targets(stage.number)
         self._backs = routes.backs(stage.number)
@@ -41,50 +52,56 @@ class Runner:
         self._sent: list[Job] = []
 
     def run(
-        self, schedule: Schedule, inputs: Sequence[dict[str, Tree]], finish: Finish | None = None
+        self,
+        schedule: Schedule,
+        *,
+        feed: Feed | None = None,
+        finish: Finish | None = None,
+        begin: Begin | None = None,
+        call: int = 0,
     ) -> None:
-        """inputs: of the micro-batches, in the first stage. finish: in the last one."""
+        """Forwards, backwards or both. call: tells the micro-batches of two runs apart."""
         try:
             for action in schedule.actions[self._stage.number]:
                 if action.kind == FORWARD:
-                    self._forward(action.micro_batch, inputs, finish)
+                    self._forward(call, action.micro_batch, feed, finish)
                 else:
-                    self._backward(action.micro_batch)
+                    self._backward(call, action.micro_batch, begin)
                 self._sent = [job for job in self._sent if not job.done()]
             with self._timeline.span("send"):
                 for job in self._sent:
                     job.wait()
         finally:
             self._sent = []
-            self._stage.forget()
 
     def _forward(
-        self, micro_batch: int, inputs: Sequence[dict[str, Tree]], finish: Finish | None
+        self, call: int, micro_batch: int, feed: Feed | None, finish: Finish | None
     ) -> None:
-        tag = f"forward {micro_batch}"
+        tag = f"forward {call} {micro_batch}"
         arrived = self._receive(self._sources, tag)
+        mine = feed(micro_batch) if feed is not None and self._stage.number == 0 else {}
         with self._timeline.span("forward", micro_batch):
-            mine = inputs[micro_batch] if self._stage.number == 0 else {}
-            made = self._stage.forward(micro_batch, mine, arrived)
+            made = self._stage.forward((call, micro_batch), mine, arrived)
             if finish is not None and self._stage.is_last:
                 loss = finish(micro_batch, made[OUTPUT])
                 if loss is not None:
-                    self._stage.keep_loss(micro_batch, loss)
+                    self._stage.keep_loss((call, micro_batch), loss)
         for target in self._targets:
             self._send(self._stage.parcel(made, target), target, tag)
 
-    def _backward(self, micro_batch: int) -> None:
-        tag = f"backward {micro_batch}"
+    def _backward(self, call: int, micro_batch: int, begin: Begin | None) -> None:
+        tag = f"backward {call} {micro_batch}"
         arrived = self._receive(self._forths, tag)
+        roots = begin(micro_batch) if begin is not None and self._stage.is_last else ()
         with self._timeline.span("backward", micro_batch):
-            gradients = self._stage.backward(micro_batch, arrived)
+            gradients = self._stage.backward((call, micro_batch), arrived, roots)
         for earlier in self._backs:
             self._send(gradients[earlier], earlier, tag)
 
     def _receive(self, stages: Sequence[int], tag: str) -> dict[int, Any]:
         jobs = [(stage, self._link.irecv(self._ranks[stage], tag)) for stage in stages]
         with self._timeline.span("wait"):
-            return {stage: job.wait() for stage, job in jobs}
+            return {stage: self._wait(job) for stage, job in jobs}
 
     def _send(self, tree: Tree, stage: int, tag: str) -> None:
         with self._timeline.span("send"):

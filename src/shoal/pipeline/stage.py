@@ -20,6 +20,10 @@ from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 Gradients = list[torch.Tensor | None]
 """Of a value's tensors that need one, in order."""
+Roots = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+"""What a backward pass begins with: tensors and their gradients."""
+Key = tuple[int, int]
+"""Which run of the pipeline, and which micro-batch of it."""
 
 
 @dataclass
@@ -44,10 +48,10 @@ class Stage:
         self.module: nn.Module = stage_module(graph, routes, number, training=True)
         self._evaluating = [stage_module(graph, routes, number, training=False)]
         """In a list: not a second child with the same parameters."""
-        self._routes = routes
+        self.routes = routes
         self._inputs = graph.inputs
         self._makes = values_made(graph, routes, number)
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[Key, _Kept] = {}
 
     @property
     def num_kept(self) -> int:
@@ -57,7 +61,7 @@ class Stage:
     # -- forward -----------------------------------------------------------------------------------
 
     def forward(
-        self, micro_batch: int, inputs: dict[str, Tree], arrived: dict[int, Tree]
+        self, key: Key, inputs: dict[str, Tree], arrived: dict[int, Tree]
     ) -> dict[str, Tree]:
         """The values that this stage makes.
 
@@ -66,7 +70,7 @@ class Stage:
         kept = _Kept()
         values = dict(inputs)
         for source, parcel in arrived.items():
-            names = [port.value for port in self._routes.between(source, self.number)]
+            names = [port.value for port in self.routes.between(source, self.number)]
             for name, content in zip(names, parcel, strict=True):
                 if isinstance(content, int):
                     values[name], kept.came[name] = (
@@ -76,7 +80,7 @@ class Stage:
                     kept.copies.add(name)
                 else:
                     values[name], kept.came[name] = _with_leaves(*content)
-        ports = self._routes.ports[self.number]
+        ports = self.routes.ports[self.number]
         names = self._inputs if self.number == 0 else [port.value for port in ports]
         module = self.module if self.module.training else self._evaluating[0]
         made = dict(zip(self._makes, module(*map(values.__getitem__, names)), strict=True))
@@ -84,7 +88,7 @@ class Stage:
             for value, tree in made.items():
                 if value != OUTPUT:
                     kept.made[value] = _needing(tree)
-            self._kept[micro_batch] = kept
+            self._kept[key] = kept
         return made
 
     def parcel(self, made: dict[str, Tree], target: int) -> Tree:
@@ -93,7 +97,7 @@ class Stage:
         One that is another name of an earlier one (nn.Identity gives back what it was given) goes
         as that one's number: once, and with one gradient.
         """
-        values = [made[port.value] for port in self._routes.between(self.number, target)]
+        values = [made[port.value] for port in self.routes.between(self.number, target)]
         first = {id(tree): number for number, tree in reversed(list(enumerate(values)))}
         return [
             first[id(tree)]
@@ -102,28 +106,29 @@ class Stage:
             for number, tree in enumerate(values)
         ]
 
-    def keep_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
+    def keep_loss(self, key: Key, loss: torch.Tensor) -> None:
         """In the last stage: what the backward pass begins with."""
-        self._kept[micro_batch].loss = loss
+        self._kept[key].loss = loss
 
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(
-        self, micro_batch: int, arrived: dict[int, list[Gradients]]
+        self, key: Key, arrived: dict[int, list[Gradients]], begin: Roots = ()
     ) -> dict[int, list[Gradients]]:
         """Adds to the gradients of the parameters; returns those of what came, by whom they go to.
 
         arrived: by later stage, of each value that its gradients are for. Of a value that was only
-        used here they are what this stage's own are added to.
+        used here they are what this stage's own are added to. begin: what else to begin with.
         """
-        kept = self._kept.pop(micro_batch)
-        roots: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
+        kept = self._kept.pop(key)
+        roots = [root for root, _ in begin]
+        gradients = [gradient for _, gradient in begin]
         if kept.loss is not None and kept.loss.requires_grad:
-            kept.loss.backward()
+            roots.append(kept.loss)
+            gradients.append(None)
         for later, of_values in arrived.items():
             for value, of_value in zip(
-                self._routes.back(later, self.number), of_values, strict=True
+                self.routes.back(later, self.number), of_values, strict=True
             ):
                 tensors = kept.came[value] if value in kept.came else kept.made[value]
                 for tensor, gradient in zip(tensors, of_value, strict=True):
@@ -135,14 +140,15 @@ class Stage:
         return {
             earlier: [
                 [None if value in kept.copies else leaf.grad for leaf in kept.came[value]]
-                for value in self._routes.back(self.number, earlier)
+                for value in self.routes.back(self.number, earlier)
             ]
-            for earlier in self._routes.backs(self.number)
+            for earlier in self.routes.backs(self.number)
         }
 
-    def forget(self) -> None:
-        """Nothing that was kept will be needed."""
-        self._kept.clear()
+    def forget(self, call: int | None = None) -> None:
+        """Nothing that was kept, of one call or at all, will be needed."""
+        kept = self._kept
+        self._kept = {} if call is None else {k: v for k, v in kept.items() if k[0] != call}
 
 
 def _needing(tree: Tree) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ class MemoryLink(Link):
             raise WireError("the link was closed")
         peer = self._links[to]
         if not peer._open:
-            raise PeerLost(f"rank {self.rank} cannot send to rank {to}: it has left")
+            raise self._inbox.lost(to)
         head, buffers = self._packer.pack(tree, tag, self._sent[to])
         self._sent[to] += 1
         _, read = self._reader.read(memoryview(head))

@@ -29,6 +29,7 @@ HANDSHAKE_S = 5.0
 DOMAIN = b"shoal"
 ZAP = "inproc://zeromq.zap.01"
 STOP = "inproc://gate.stop"
+END, LOOK = b"end", b"look"
 NO_RANK = "it left, or was sent away, before it had said who it is"
 MAX_TOLD = 1000
 """Different refusals that are logged, each once: whoever knocks for ever fills no disk."""
@@ -74,10 +75,13 @@ class Gate:
         keys: Keys | None,
         *,
         any_address: bool,
+        takes_calls: bool = False,
     ) -> None:
+        """takes_calls: whoever has an authorized key may come in, not only ranks of this crew."""
         self._rank = rank
         self._keys = keys
         self._any_address = any_address
+        self._takes_calls = takes_calls
         self._router = router
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -105,7 +109,7 @@ class Gate:
         self._thread = threading.Thread(target=self._watch, name="shoal-gate", daemon=True)
 
     def expect(self, dealer: zmq.Socket[bytes], guest: Guest) -> None:
-        """A peer that `dealer` is about to connect to. Before `open`."""
+        """A peer that `dealer` is about to connect to."""
         monitor = dealer.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -114,9 +118,13 @@ class Gate:
         )
         self._guests[monitor] = guest
         self._dealers.append(dealer)
+        if self._thread.is_alive():
+            self._stop.send(LOOK)
 
     def open(self) -> None:
-        self._thread.start()
+        """From now on callers are answered. Again: nothing."""
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def greet(self, frame: zmq.Frame, guest: Guest | None) -> None:
         """The connection that `frame` came by is that of a peer, or of a stranger told of."""
@@ -124,7 +132,7 @@ class Gate:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._stop.send(b"")
+            self._stop.send(END)
             self._thread.join()
         for watched in (self._router, *self._dealers):
             watched.disable_monitor()
@@ -140,8 +148,11 @@ class Gate:
         while True:
             for ready, _ in poller.poll():
                 if ready is self._stopped:
-                    return
-                if ready is self._zap:
+                    if ready.recv() == END:
+                        return
+                    for monitor in list(self._guests):
+                        poller.register(monitor, zmq.POLLIN)
+                elif ready is self._zap:
                     self._answer()
                 elif ready is self._news:
                     self._note_caller(*_news(ready))
@@ -168,7 +179,8 @@ class Gate:
             return str(error)
         if not name:
             return f"its key {key} is not in {self._keys.authorized.path}"
-        if all(key != guest.public_key for guest in self._guests.values()):
+        known = {guest.public_key for guest in list(self._guests.values())}
+        if not self._takes_calls and key not in known:
             return f"its key ({name}) is not that of any rank of this crew"
         return ""
 

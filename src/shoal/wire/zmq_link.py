@@ -60,6 +60,9 @@ PULSE_GRACE_S = 0.2
 HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
 """Signs: messages of one byte, the last two with a reason behind."""
 MAX_REASON_LETTERS = 500
+MAX_CALL_BYTES = 64 * 1024
+OnCall = Callable[[bytes, bytes, str], bytes | None]
+"""Told of a call: who (to answer to), what, and with which key; what is to be answered at once."""
 BEAT_S = 1.0
 """Between two signs of life, at most."""
 
@@ -120,8 +123,14 @@ class ZmqLink(Link):
         timeout_s: float = 60.0,
         limit_bytes: int = DEFAULT_LIMIT_BYTES,
         hung_s: float = 10.0,
+        port: int = 0,
+        on_call: OnCall | None = None,
     ) -> None:
-        """Listens on a free port of `address`."""
+        """Listens on `port` of `address`, or on a free one.
+
+        on_call: takes what callers say who are no ranks of this crew, from now on; without it
+            they are sent away.
+        """
         if not (is_loopback(address) or keys or insecure):
             raise WireError(
                 f"rank {rank} will not listen on {address} without keys: anyone on that network "
@@ -141,14 +150,21 @@ class ZmqLink(Link):
         self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, PIECE_BYTES)
         host = f"[{address}]" if ":" in address else address
         self._router.ipv6 = ":" in address
-        self._gate = Gate(self._context, self._router, rank, keys, any_address=insecure)
+        self._on_call = on_call
+        self._gate = Gate(
+            self._context, self._router, rank, keys, any_address=insecure, takes_calls=bool(on_call)
+        )
         try:
-            port = self._router.bind_to_random_port(f"tcp://{host}")
+            if port:
+                self._router.bind(f"tcp://{host}:{port}")
+            else:
+                port = self._router.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
             self._gate.close()
             self._router.close()
             self._context.term()
-            raise WireError(f"rank {rank} cannot listen on {address}: {error}") from error
+            where = f"port {port} of {address}" if port else address
+            raise WireError(f"rank {rank} cannot listen on {where}: {error}") from error
         self.card = Card(
             f"tcp://{host}:{port}",
             secrets.token_hex(16),
@@ -164,6 +180,8 @@ class ZmqLink(Link):
         self._is_open = True
         self._is_closed = False
         self._inbox.wait_until = self._pump_until
+        if on_call is not None:
+            self._gate.open()
 
     def connect(self, cards: list[Card], names: list[str] | None = None) -> None:
         """To all others. cards: of all ranks, by rank; names: how to call them in errors."""
@@ -263,10 +281,13 @@ class ZmqLink(Link):
                 if not buffers:
                     peer.dealer.send(head, zmq.DONTWAIT)
                     return DONE
-                job = _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
+                return _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
-                raise PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}") from None
-        return job
+                broken = PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}")
+        # Its last words, with the reason why it left, may have come and not been received.
+        if self._pump_until(lambda: peer.is_gone, 2 * LAST_WORDS_S):
+            raise self._inbox.lost(to)
+        raise broken
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -319,9 +340,31 @@ class ZmqLink(Link):
             if self._gate.has_broken:
                 self._bury(is_quiet=False, heard=peer)
 
+    def tend(self, condition: Callable[[], bool] = lambda: False, limit_s: float = 0.0) -> bool:
+        """Receive, for so long at most, until a condition is met; whether it is."""
+        return self._pump_until(condition, limit_s)
+
+    def answer(self, caller: bytes, content: bytes) -> None:
+        """Say something to someone who called. Whoever is gone does not hear it."""
+        with self._pumping:
+            self._router.send_multipart([caller, content])
+
+    def _receive_call(self, sender: bytes) -> None:
+        """From someone who is no rank of this crew, or not yet."""
+        if self._on_call is None or len(self._frame) > MAX_CALL_BYTES or self._frame.more:
+            raise WireError("it is no rank of this crew")
+        self._gate.greet(self._frame, None)
+        key = str(self._frame.get("User-Id")) if self._keys else ""
+        reply = self._on_call(sender, self._frame.bytes, key)
+        if reply is not None:
+            self._router.send_multipart([sender, reply])
+
     def _receive_pulse(self, sender: bytes) -> None:
         """The one message that comes by a connection for signs of life."""
         peer = self._by_pulse.get(sender)
+        if peer is None and self._on_call is not None:
+            self._receive_call(sender)
+            return
         if peer is None or (self._keys and not peer.guest.is_author_of(self._frame)):
             raise WireError("it is no rank of this crew")
         self._gate.greet(self._frame, peer.guest)
