@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.errors import MeetingError
 from shoal.network import reserve_port
+from shoal.rendezvous import roll
 from shoal.rendezvous.roll import (
     Fingerprint,
     Hello,
@@ -29,7 +30,10 @@ from shoal.rendezvous.ways import Way
 
 LONG_S = 20.0
 """Never reached by a crew that meets, or finds its fault at once."""
-BRIEF_S = 2.5
+BRIEF_S = 1.7
+"""Long enough for ranks to say whom they wait for."""
+LINGER_S = 1.0
+"""Of a leader, in these tests: where ranks are threads, the others have read of a fault by then."""
 
 MakeWay = Callable[..., Way]
 
@@ -107,6 +111,11 @@ def test_loopback_is_enough_on_one_machine_only() -> None:
 
 
 # -- a crew of threads -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def brief_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll, "LINGER_S", LINGER_S)
 
 
 @pytest.fixture(params=["tcp", "file"])

@@ -17,7 +17,7 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire.dist_link import PIECE_BYTES, DistLink
 
 SOON_S = 20.0
-HUNG_S = 1.0
+HUNG_S = 0.6
 AT_ONCE_S = 8.0
 """For what must not take as long as a farewell."""
 
@@ -88,9 +88,9 @@ def test_memory_held_ready_does_not_grow_with_the_number_of_sizes(join: Join) ->
 
 def test_a_peer_with_nothing_to_say_is_alive(join: Join) -> None:
     """Its signs of life come as often as is needed, also where little patience is asked for."""
-    links = join(hung_s=0.7)
+    links = join(hung_s=0.5)
     with pytest.raises(WireError, match="none came"):
-        links[0].recv(1, timeout_s=2.5)
+        links[0].recv(1, timeout_s=1.5)
     links[1].send("I was here", to=0)
     assert links[0].recv(1) == "I was here"
 
@@ -109,7 +109,7 @@ def mute(join: Join) -> Iterator[DistLink]:
         group = gloo(dist.PrefixStore("0-1", store), 1, 2, options)
         joining.result(SOON_S)
     yield link
-    link.close(farewell_s=1)
+    link.close(farewell_s=0)
     del group
 
 
