@@ -10,6 +10,7 @@ ShoalError
  ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
  ├── WireError         a message cannot be sent, or what came is not a message
  ├── PeerLost          another rank died, froze or left
+ ├── WorkerError       something went wrong on a worker, which is still there
  └── RunFailed         a rank that we started ended badly
 """
 
@@ -85,6 +86,19 @@ class WireError(ShoalError):
 
 class PeerLost(ShoalError):
     """Another rank died, froze or left. A consequence, never the cause of a failed run."""
+
+
+class WorkerError(ShoalError):
+    """Something went wrong on a worker, which is still there and can be used."""
+
+    def __init__(self, worker: str, kind: str, text: str, remote_traceback: str) -> None:
+        self.worker = worker
+        self.kind = kind
+        """The name of the exception's class there."""
+        self.text = text
+        self.remote_traceback = remote_traceback
+        head = f"{worker}: {kind}: {text}" if text else f"{worker}: {kind}"
+        super().__init__(f"{head}\n\nThere:\n{remote_traceback.rstrip()}")
 
 
 class RunFailed(ShoalError):

@@ -182,7 +182,7 @@ class Pipeline:
         """With rank 0's weights on every rank; or, where each makes its own, of one seed."""
         device = self._crew.device
         names = [
-            list(Stage(graph, self.routes, stage).module.state_dict())
+            list(Stage.of(graph, self.routes, stage).module.state_dict())
             for stage in range(self.plan.stages)
         ]
         mine = names[self.stage_number]
@@ -193,7 +193,7 @@ class Pipeline:
         state = graph.model.state_dict()
         self._stray = {name: state[name] for name in stray}
         """What belongs to the model's state, though no step uses it."""
-        stage = Stage(graph, self.routes, self.stage_number)
+        stage = Stage.of(graph, self.routes, self.stage_number)
         stage.module.to(device)
         if not self._is_own_init and self._crew.rank == 0:
             for rank in range(1, self._crew.size):

@@ -118,6 +118,14 @@ def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
     return Schedule("forward_only", num_stages, num_micro_batches, tuple(orders))
 
 
+def backward_only(num_stages: int, num_micro_batches: int) -> Schedule:
+    """After a forward_only whose activations were kept: the micro-batches in order."""
+    if faults := _size_faults(num_stages, num_micro_batches):
+        raise ModelError(faults)
+    orders = (tuple(_all_of(stage, BACKWARD, num_micro_batches)) for stage in range(num_stages))
+    return Schedule("backward_only", num_stages, num_micro_batches, tuple(orders))
+
+
 def check_schedule(schedule: Schedule) -> None:
     """Raise ModelError with every fault, unless every stage does all its work and none hangs.
 

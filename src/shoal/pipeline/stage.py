@@ -42,16 +42,39 @@ class _Kept:
 class Stage:
     """A stretch of the model, with its own parameters only."""
 
-    def __init__(self, graph: Graph, routes: Routes, number: int) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        number: int,
+        training: nn.Module,
+        evaluating: nn.Module,
+        *,
+        inputs: Sequence[str],
+        makes: Sequence[str],
+    ) -> None:
+        """training, evaluating: the same parameters, and the steps of either mode.
+
+        inputs: names of the model's inputs. makes: names of what the modules return.
+        """
         self.number = number
-        self.is_last = number == routes.num_stages - 1
-        self.module: nn.Module = stage_module(graph, routes, number, training=True)
-        self._evaluating = [stage_module(graph, routes, number, training=False)]
-        """In a list: not a second child with the same parameters."""
         self.routes = routes
-        self._inputs = graph.inputs
-        self._makes = values_made(graph, routes, number)
+        self.is_last = number == routes.num_stages - 1
+        self.module = training
+        self._evaluating = [evaluating]
+        """In a list: not a second child with the same parameters."""
+        self._makes = makes
+        ports = routes.ports[number]
+        self._takes = list(inputs) if number == 0 else [port.value for port in ports]
         self._kept: dict[Key, _Kept] = {}
+
+    @classmethod
+    def of(cls, graph: Graph, routes: Routes, number: int) -> Stage:
+        """The stage of that number of a model."""
+        training, evaluating = (
+            stage_module(graph, routes, number, training=mode) for mode in (True, False)
+        )
+        makes = values_made(graph, routes, number)
+        return cls(routes, number, training, evaluating, inputs=graph.inputs, makes=makes)
 
     @property
     def num_kept(self) -> int:
@@ -79,15 +102,13 @@ class Stage:
                     )
                     kept.copies.add(name)
                 else:
-                    values[name], kept.came[name] = _with_leaves(*content)
-        ports = self.routes.ports[self.number]
-        names = self._inputs if self.number == 0 else [port.value for port in ports]
+                    values[name], kept.came[name] = leaves_of(*content)
         module = self.module if self.module.training else self._evaluating[0]
-        made = dict(zip(self._makes, module(*map(values.__getitem__, names)), strict=True))
+        made = dict(zip(self._makes, module(*map(values.__getitem__, self._takes)), strict=True))
         if torch.is_grad_enabled():
             for value, tree in made.items():
                 if value != OUTPUT:
-                    kept.made[value] = _needing(tree)
+                    kept.made[value] = needing(tree)
             self._kept[key] = kept
         return made
 
@@ -151,11 +172,11 @@ class Stage:
         self._kept = {} if call is None else {k: v for k, v in kept.items() if k[0] != call}
 
 
-def _needing(tree: Tree) -> list[torch.Tensor]:
+def needing(tree: Tree) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(tree).values() if tensor.requires_grad]
 
 
-def _with_leaves(tree: Tree, needs: Sequence[bool]) -> tuple[Tree, list[torch.Tensor]]:
+def leaves_of(tree: Tree, needs: Sequence[bool]) -> tuple[Tree, list[torch.Tensor]]:
     """The same values, those that need a gradient as leaves."""
     tensors = tensors_of(tree)
     leaves: list[torch.Tensor] = []

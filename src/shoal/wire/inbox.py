@@ -239,6 +239,19 @@ class Inbox:
         """Why nothing more will come from `peer`."""
         return self._lost[peer]
 
+    def discard(self, beginnings: tuple[str, ...]) -> None:
+        """Nobody wants what has come, or will still wait for what comes, with such a tag."""
+        with self._lock:
+            for (peer, tag), queue in self._queues.items():
+                if tag.startswith(beginnings):
+                    self._backlog[peer] = self._backlog.get(peer, 0) - sum(
+                        size for _, size in queue.messages
+                    )
+                    queue.messages.clear()
+                    for job in queue.jobs:
+                        job._given_up = True
+                    queue.jobs.clear()
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -295,6 +308,16 @@ class ReceiveJob:
         self._given_up = False
         self._tree: Tree = None
         self._error: ShoalError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is here, or will never be. Moves nothing along."""
+        return self._done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it will never be here."""
+        return self._error is not None
 
     def done(self) -> bool:
         """Whether it is here. Asking moves things along, where nobody else does."""

@@ -223,6 +223,12 @@ class AuthorizedKeys:
                 self._names, self._stamp = {}, None
             return self._names.get(public)
 
+    def all_names(self) -> dict[str, str]:
+        """Who is authorized, by public key."""
+        self.name_of("")  # reads the file, if it has changed
+        with self._lock:
+            return dict(self._names)
+
     def _names_in(self, content: bytes) -> dict[str, str]:
         names: dict[str, str] = {}
         for number, line in _lines(content):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from shoal.closing import Closing
 from shoal.errors import PeerLost, WireError
@@ -75,6 +76,14 @@ class Link(Closing):
         """Like recv, but at once: `job.done()`, `job.wait()`."""
         self._check_peer(source)
         return self._inbox.expect(source, tag, into)
+
+    def wait_any(self, jobs: Sequence[ReceiveJob], timeout_s: float) -> bool:
+        """Until one of these is done, if that is soon enough; whether one is."""
+        return self._inbox.wait_until(lambda: any(job.is_over for job in jobs), timeout_s)
+
+    def discard(self, *beginnings: str) -> None:
+        """What has come, and is waited for, with a tag that begins so: forget it."""
+        self._inbox.discard(beginnings)
 
     @abstractmethod
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:

@@ -77,7 +77,7 @@ def _open_zmq(crew: Crew, settings: LinkSettings) -> Link:
 
 def _listen(crew: Crew, settings: LinkSettings) -> ZmqLink:
     address = _address(crew)
-    keys = None if is_loopback(address) or settings.insecure else _keys(settings)
+    keys = None if is_loopback(address) or settings.insecure else read_keys(settings)
     return ZmqLink(
         crew.rank,
         crew.size,
@@ -90,7 +90,8 @@ def _listen(crew: Crew, settings: LinkSettings) -> ZmqLink:
     )
 
 
-def _keys(settings: LinkSettings) -> Keys:
+def read_keys(settings: LinkSettings) -> Keys:
+    """This host's key, and whom it trusts."""
     authorized = settings.authorized_keys or default_authorized_keys_path()
     return Keys(
         read_pair(Path(settings.key or default_key_path())), AuthorizedKeys(Path(authorized))

@@ -181,9 +181,9 @@ def weighted_stage(kind: Any, cuts: Sequence[int], number: int, seed: int = 5) -
     """As its rank makes it: what the stage uses is given weights in the model, before it is cut."""
     graph = read(on_meta(kind))
     routes = route(graph, cuts)
-    names = set(Stage(graph, routes, number).module.state_dict())
+    names = set(Stage.of(graph, routes, number).module.state_dict())
     materialise(graph.model, seed, CPU, names)
-    return Stage(graph, routes, number)
+    return Stage.of(graph, routes, number)
 
 
 def state_after(kind: Any, cuts: Sequence[int]) -> dict[str, Tensor]:

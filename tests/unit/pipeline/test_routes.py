@@ -53,7 +53,7 @@ class Row:
     def __init__(self, model: nn.Module, cuts: Sequence[int], names: list[str] | None = None):
         self.graph = read(model, names)
         self.routes = route(self.graph, cuts)
-        self.stages = [Stage(self.graph, self.routes, n) for n in range(len(cuts) + 1)]
+        self.stages = [Stage.of(self.graph, self.routes, n) for n in range(len(cuts) + 1)]
         self.mail: dict[tuple[str, int, int, int], Any] = {}
         """By direction, micro-batch, sender and receiver: what is on its way."""
 
@@ -442,7 +442,7 @@ def test_the_states_of_the_parts_together_are_the_models(cut: int) -> None:
     model = Holder()
     graph = read(model)
     routes = route(graph, [cut])
-    states = [dict(Stage(graph, routes, number).module.state_dict()) for number in range(2)]
+    states = [dict(Stage.of(graph, routes, number).module.state_dict()) for number in range(2)]
     assert not set(states[0]) & set(states[1])
     assert set(states[0] | states[1]) == set(model.state_dict())
     check_same(model, [cut], {"x": x_of(3, WIDTH)})
