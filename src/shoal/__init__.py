@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.version import VERSION
 
 if TYPE_CHECKING:
+    from shoal.boss.async_boss import AsyncBoss
+    from shoal.boss.boss import Boss
     from shoal.errors import (
         DataError,
         KeyFileError,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         StorageError,
         SyncError,
         WireError,
+        WorkerError,
     )
     from shoal.joined import JoinedCrew, join
     from shoal.pipeline.layers import Layer
@@ -33,6 +36,8 @@ __version__ = VERSION
 
 # Loaded on first use, so that the launcher, which needs no torch, starts without it.
 _HOMES = {
+    "AsyncBoss": "shoal.boss.async_boss",
+    "Boss": "shoal.boss.boss",
     "join": "shoal.joined",
     "JoinedCrew": "shoal.joined",
     "Layer": "shoal.pipeline.layers",
@@ -47,9 +52,12 @@ _HOMES = {
     "WireError": "shoal.errors",
     "PeerLost": "shoal.errors",
     "RunFailed": "shoal.errors",
+    "WorkerError": "shoal.errors",
 }
 
 __all__ = [
+    "AsyncBoss",
+    "Boss",
     "DataError",
     "JoinedCrew",
     "KeyFileError",
@@ -63,6 +71,7 @@ __all__ = [
     "StorageError",
     "SyncError",
     "WireError",
+    "WorkerError",
     "__version__",
     "join",
 ]

@@ -41,6 +41,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What carries messages from rank to rank."""
     stages: int = 1
     """Into how many the model is cut. More ranks than that are further replicas."""
+    boss: bool = False
+    """One process drives the stages, each on a worker."""
     schedule: str | None = None
     """In which order stages work on micro-batches; None where there is one stage."""
     microbatches: int = 1
@@ -157,6 +159,14 @@ def faults(settings: TrainSettings, num_ranks: int) -> list[str]:
 
 
 def _stage_faults(s: TrainSettings, num_ranks: int) -> list[str]:
+    if s.boss:
+        given = {
+            "--verify": s.verify,
+            "--schedule": s.schedule not in (None, "gpipe"),
+        }
+        return [f"{o}: is not for --boss." for o, is_given in given.items() if is_given] + (
+            stage_faults(s.stages, s.stages, "gpipe", s.microbatches, s.cuts)
+        )
     if s.stages != 1:
         return stage_faults(s.stages, num_ranks, s.schedule or "", s.microbatches, s.cuts)
     given = {

@@ -9,7 +9,9 @@ import typer
 
 from shoal.cli.keygen import keygen
 from shoal.cli.run import run
+from shoal.cli.status import status
 from shoal.cli.train import train
+from shoal.cli.worker import worker
 from shoal.errors import SettingsError, ShoalError
 from shoal.version import VERSION
 
@@ -24,6 +26,8 @@ app = typer.Typer(
 app.command()(train)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(keygen)
+app.command()(worker)
+app.command()(status)
 
 
 def _version(wanted: bool) -> None:

@@ -12,3 +12,5 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settings: TrainSettings
     way: Way
     interface: str | None
+    boss_port: int = 0
+    """Where this rank listens as a boss; 0: it is none."""

@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 
+from shoal.cli.boss_rank import run_boss
 from shoal.cli.ending import exit_now
 from shoal.cli.order import RankOrder
 from shoal.report.events import pipe_emitter
@@ -17,7 +18,11 @@ from shoal.train.rank import run_rank
 
 def main(events_fd: str, encoded_order: str) -> int:
     order = msgspec.json.decode(encoded_order, type=RankOrder)
-    code = run_rank(order.settings, order.way, order.interface, pipe_emitter(int(events_fd)))
+    emit = pipe_emitter(int(events_fd))
+    if order.boss_port:
+        code = run_boss(order.settings, order.boss_port, emit)
+    else:
+        code = run_rank(order.settings, order.way, order.interface, emit)
     if code != 0:
         exit_now(code)
     return code

@@ -41,7 +41,7 @@ def choose_cuts(
     if schedule is not None:
         alive = schedule.most_alive(0)
         units = [replace(unit, kept_bytes=unit.kept_bytes * alive) for unit in units]
-    together = [*shared(graph), *(pair for value in values for pair in _bound(value, units))]
+    together = [*shared(graph), *(pair for value in values for pair in _bound(value))]
     cuts = cut(units, values, num_stages, costs, together)
     if schedule is None or schedule.name == "sequential":
         return cuts
@@ -49,11 +49,11 @@ def choose_cuts(
     return refine(units, values, cuts, places, costs, schedule, weights)
 
 
-def _bound(value: Value, units: Sequence[Unit]) -> list[tuple[int, int]]:
+def _bound(value: Value) -> list[tuple[int, int]]:
     """Units that a value ties together, because it is none that a message can hold."""
     if value.size_bytes >= 0:
         return []
-    return [(value.made_by, min(use, len(units) - 1)) for use in value.used_by]
+    return [(value.made_by, use) for use in value.used_by]
 
 
 def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Value]]:
@@ -73,7 +73,8 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
 
 def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: list[Value]) -> None:
     number = {name: i for i, name in enumerate(graph.units)}
-    users = graph.users()
+    last = len(number) - 1  # what the model returns is wanted where the last unit is
+    users = {name: sorted({min(u, last) for u in uses}) for name, uses in graph.users().items()}
     known: dict[str, Any] = {}
     """By value: what it is; it needs a gradient here where it does in the model."""
     for node in graph.training.nodes:

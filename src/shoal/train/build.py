@@ -66,11 +66,18 @@ def check_trainable(settings: TrainSettings, model: nn.Module) -> None:
 
 
 def optimizer_for(settings: TrainSettings, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    kind, options = optimizer_class(settings)
+    return kind(parameters, **options)
+
+
+def optimizer_class(
+    settings: TrainSettings,
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Which one, and with which options."""
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=settings.lr)
-    return torch.optim.AdamW(parameters, lr=settings.lr)
+        return torch.optim.SGD, {"lr": settings.lr, "momentum": settings.momentum}
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind, {"lr": settings.lr}
 
 
 def num_samples(dataset: Dataset[Any]) -> int:

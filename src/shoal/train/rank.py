@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
 from shoal.crew import Crew
 from shoal.errors import EXIT_FAILED, EXIT_INTERRUPTED, PeerLost, ShoalError
-from shoal.pipeline.pipeline import Pipeline
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import Way
 from shoal.replicate import replicate
@@ -32,7 +32,7 @@ from shoal.train.checkpoint import save_weights
 from shoal.train.data.load import Data
 from shoal.train.learner import Learner, PipelineLearner, ReplicaLearner
 from shoal.train.loop import train
-from shoal.train.spread import spread, stage_records
+from shoal.train.spread import PipelineReport, StageReport, spread
 from shoal.train.verify import verify
 from shoal.version import VERSION
 from shoal.wire.open_link import LinkSettings, open_link
@@ -43,8 +43,13 @@ PROGRESS_S = 0.1
 
 def run_rank(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -> int:
     """Do all of it; errors become a `Failed` event and an exit code."""
+    return guarded(lambda: _run(settings, way, interface, emit), settings, way.rank, emit)
+
+
+def guarded(run: Callable[[], int], settings: TrainSettings, rank: int, emit: Emit) -> int:
+    """What `run` returns; errors become a `Failed` event and an exit code."""
     try:
-        return _run(settings, way, interface, emit)
+        return run()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
@@ -52,7 +57,7 @@ def run_rank(settings: TrainSettings, way: Way, interface: str | None, emit: Emi
         code = error.exit_code if isinstance(error, ShoalError) else EXIT_FAILED
         emit(
             Failed(
-                rank=way.rank,
+                rank=rank,
                 host=socket.gethostname(),
                 kind=type(error).__name__,
                 message=str(error) or type(error).__name__,
@@ -86,7 +91,8 @@ def _run(settings: TrainSettings, way: Way, interface: str | None, emit: Emit) -
                 # Nothing else refers to the whole model: of it, this rank keeps its own stage.
                 pipe = spread(build_model(settings), data.train, crew, link, settings)
                 stack.callback(pipe.close)
-                train_and_keep(PipelineLearner(pipe, crew), data, crew, settings, emit, pipe)
+                report = PipelineReport(pipe, crew)
+                train_and_keep(PipelineLearner(pipe, crew), data, crew, settings, emit, report)
             else:
                 replica = replicate(build_model(settings), crew, settings.sync, link=link)
                 stack.callback(replica.close)
@@ -110,9 +116,10 @@ def train_and_keep(
     crew: Crew,
     settings: TrainSettings,
     emit: Emit,
-    pipe: Pipeline | None = None,
+    report: StageReport | None = None,
 ) -> None:
-    """pipe: where the model is in stages, for what is told of them."""
+    """report: where the model is in stages, what is to be told of them."""
+    hosts = [hello.host for hello in crew.roster] if report is None else report.hosts
     # From here on ranks may differ in chance (dropout), as samples do.
     torch.manual_seed(settings.seed + 1 + crew.rank)
     emit(
@@ -124,8 +131,8 @@ def train_and_keep(
             stages=settings.stages,
             schedule=settings.schedule,
             microbatches=settings.microbatches,
-            cut=[] if pipe is None else [names[0] for names in pipe.modules[1:]],
-            hosts=[h.host for h in crew.roster],
+            cut=[] if report is None else [names[0] for names in report.modules[1:]],
+            hosts=hosts,
             parameters=learner.num_parameters,
             batch_size=settings.batch_size,
             train_samples=num_samples(data.train),
@@ -176,12 +183,12 @@ def train_and_keep(
             seed=settings.seed,
             batch_size=settings.batch_size,
             sync=settings.sync,
-            transport=settings.transport if crew.size > 1 else None,
+            transport=settings.transport if len(hosts) > 1 else None,
             schedule=settings.schedule,
             microbatches=settings.microbatches,
-            layout=LayoutRecord(replicas=crew.size // settings.stages, stages=settings.stages),
-            stages=[] if pipe is None else stage_records(pipe, crew),
-            hosts=[h.host for h in crew.roster],
+            layout=LayoutRecord(replicas=len(hosts) // settings.stages, stages=settings.stages),
+            stages=[] if report is None else report.records(),
+            hosts=hosts,
             parameters=learner.num_parameters,
             epochs=records,
             folder=None if folder is None else str(folder.path),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.data import Dataset
@@ -54,27 +54,65 @@ def spread(
     return pipe
 
 
-def stage_records(pipe: Pipeline, crew: Crew) -> list[StageRecord]:
-    """What each stage has, and how its time went. Every rank must call this."""
-    seconds = pipe.timeline.seconds
-    busy = sum(seconds.get(kind, 0.0) for kind in COMPUTING)
-    waited = seconds.get("wait", 0.0) + seconds.get("send", 0.0)
-    own = sum(p.numel() for p in pipe.parameters())
-    told = crew.exchange("the stages' times", [busy, waited, own])
-    records = []
-    total = sum(busy for busy, _, _ in told) or 1.0
-    for stage in range(pipe.plan.stages):
-        ranks = pipe.layout.ranks_of_stage(stage)
-        here = [told[rank] for rank in ranks]
-        all_busy, all_waited = sum(b for b, _, _ in here), sum(w for _, w, _ in here)
-        records.append(
-            StageRecord(
-                stage=stage,
-                hosts=[crew.roster[rank].host for rank in ranks],
-                modules=pipe.modules[stage],
-                parameters=here[0][2],
-                share=round(all_busy / total, 4),
-                idle=round(all_waited / ((all_busy + all_waited) or 1.0), 4),
-            )
+class StageReport(Protocol):
+    """What is to be told of a model in stages."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """By stage, and replica after replica."""
+
+    @property
+    def modules(self) -> list[list[str]]:
+        """Of each stage: names of the model's own."""
+
+    def records(self) -> list[StageRecord]:
+        """What each stage has, and how its time went. Every rank must call this."""
+
+
+class PipelineReport:
+    """Of a pipeline over the ranks of a crew."""
+
+    def __init__(self, pipe: Pipeline, crew: Crew) -> None:
+        self._pipe = pipe
+        self._crew = crew
+        self.hosts = [hello.host for hello in crew.roster]
+        self.modules = pipe.modules
+
+    def records(self) -> list[StageRecord]:
+        pipe, crew = self._pipe, self._crew
+        seconds = pipe.timeline.seconds
+        busy = sum(seconds.get(kind, 0.0) for kind in COMPUTING)
+        waited = seconds.get("wait", 0.0) + seconds.get("send", 0.0)
+        own = sum(p.numel() for p in pipe.parameters())
+        told = crew.exchange("the stages' times", [busy, waited, own])
+        by_stage = [pipe.layout.ranks_of_stage(stage) for stage in range(pipe.plan.stages)]
+        return stage_records(
+            [[self.hosts[rank] for rank in ranks] for ranks in by_stage],
+            pipe.modules,
+            [told[ranks[0]][2] for ranks in by_stage],
+            [
+                (sum(told[r][0] for r in ranks), sum(told[r][1] for r in ranks))
+                for ranks in by_stage
+            ],
         )
-    return records
+
+
+def stage_records(
+    hosts: list[list[str]],
+    modules: list[list[str]],
+    parameters: list[int],
+    seconds: list[tuple[float, float]],
+) -> list[StageRecord]:
+    """By stage. seconds: at work, and waiting."""
+    total = sum(busy for busy, _ in seconds) or 1.0
+    return [
+        StageRecord(
+            stage=stage,
+            hosts=hosts[stage],
+            modules=modules[stage],
+            parameters=parameters[stage],
+            share=round(busy / total, 4),
+            idle=round(waited / ((busy + waited) or 1.0), 4),
+        )
+        for stage, (busy, waited) in enumerate(seconds)
+    ]

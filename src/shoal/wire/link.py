@@ -69,7 +69,7 @@ class Link(Closing):
         try:
             return job.wait(timeout_s)
         except BaseException:
-            self._inbox.withdraw(job)
+            self.give_up(job)
             raise
 
     def irecv(self, source: int, tag: str = "", into: Tree = None) -> ReceiveJob:
@@ -80,6 +80,10 @@ class Link(Closing):
     def wait_any(self, jobs: Sequence[ReceiveJob], timeout_s: float) -> bool:
         """Until one of these is done, if that is soon enough; whether one is."""
         return self._inbox.wait_until(lambda: any(job.is_over for job in jobs), timeout_s)
+
+    def give_up(self, job: ReceiveJob) -> None:
+        """Nobody will wait for it any more: what it would have got goes to the next who asks."""
+        self._inbox.withdraw(job)
 
     def discard(self, *beginnings: str) -> None:
         """What has come, and is waited for, with a tag that begins so: forget it."""

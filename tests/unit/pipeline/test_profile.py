@@ -95,7 +95,8 @@ def test_every_step_has_its_costs(model: nn.Module, inputs: dict[str, Any]) -> N
     assert [unit.name for unit in units] == graph.units
     assert all(unit.forward_s > 0 and unit.backward_s >= 0 for unit in units)
     assert len(values) == len(graph.inputs) + len(units)
-    users = list(graph.users().values())
+    last = len(units) - 1  # where the model's output is
+    users = [sorted({min(user, last) for user in uses}) for uses in graph.users().values()]
     assert [list(value.used_by) for value in values] == users
     # No parameter is used twice here, so together they are the model's.
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -309,3 +310,21 @@ def test_cuts_do_not_part_what_is_shared() -> None:
     assert choose_cuts(graph, inputs, 2, Costs()) == [3]
     with pytest.raises(ModelError):
         choose_cuts(graph, inputs, 3, Costs())
+
+
+def test_what_the_model_returns_is_wanted_in_the_last_stage() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = square(), square(), square()
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            early = self.a(x)
+            return self.c(self.b(early)), early, mask
+
+    graph = read(Net())
+    inputs = {"x": torch.randn(3, WIDTH), "mask": torch.ones(3, dtype=torch.bool)}
+    _, values = profile(graph, inputs)
+    assert [value.used_by for value in values] == [(0,), (2,), (1, 2), (2,), (2,)]
+    (cut,) = choose_cuts(graph, inputs, 2, Costs(seconds_per_byte=1.0))
+    assert cut in (1, 2)

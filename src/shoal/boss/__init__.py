@@ -1,0 +1,1 @@
+"""One script drives a model that lives on other machines: the boss, and its workers."""

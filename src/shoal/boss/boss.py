@@ -1,0 +1,359 @@
+"""The boss: waits for workers, spreads a model over them, and drives it from one plain script.
+
+with shoal.Boss(listen="tcp://0.0.0.0:1024", workers=2) as boss:
+    model = boss.place(Net())
+    optimizer = boss.optimizer(torch.optim.Adam, lr=3e-3)
+    for x, y in loader:
+        loss = loss_fn(model(x), y)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from shoal.boss.calls import Status, WorkerStatus
+from shoal.boss.desk import Desk
+from shoal.boss.hiring import hire
+from shoal.boss.losses import Loss, loss_to_data
+from shoal.boss.optimizer import PlacedOptimizer
+from shoal.boss.orders import Order, Place, Scale, Times, TrainStep
+from shoal.boss.placed import PlacedModel
+from shoal.errors import ModelError, SettingsError
+from shoal.interrupts import prompt_interrupts
+from shoal.pipeline import micro_batches
+from shoal.pipeline.build import Model, as_module, check_stages
+from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
+from shoal.pipeline.partition import Costs
+from shoal.pipeline.portable import pack, to_data
+from shoal.pipeline.profile import choose_cuts
+from shoal.pipeline.routes import Routes, route
+from shoal.pipeline.schedule import make_schedule
+from shoal.pipeline.split import stage_module, values_made
+from shoal.report.waiting import waiting_line
+from shoal.train.factory import factory_faults, find_factory
+from shoal.wire.open_link import LinkSettings
+from shoal.wire.tree import Tree
+
+ASSUMED = Costs(seconds_per_byte=1e-9, seconds_per_message=2e-4)
+"""What links between workers cost, where cuts are chosen."""
+
+
+class Boss:
+    """Use it as a context manager: workers are free again when it ends."""
+
+    def __init__(
+        self,
+        listen: str = "tcp://127.0.0.1:1024",
+        workers: int = 2,
+        *,
+        key: str | None = None,
+        authorized_keys: str | None = None,
+        insecure: bool = False,
+        timeout_s: float = 300.0,
+        hung_s: float = 10.0,
+        wait_s: float = float("inf"),
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        """Waits for the workers, saying for whom.
+
+        wait_s: how long at most. timeout_s: the longest wait for a result. notify: is told whom we
+            wait for, instead of the terminal.
+        """
+        if workers < 1:
+            raise SettingsError([f"workers={workers}: a boss needs at least one."])
+        self._interrupts = prompt_interrupts()
+        self._interrupts.__enter__()
+        self._routes: Routes | None = None
+        self.modules: list[list[str]] = [[] for _ in range(workers)]
+        """Of each stage: names of the model's own modules."""
+        self.parameters = [0] * workers
+        """Of each stage: how many numbers it trains."""
+        self._model: PlacedModel | None = None
+        self._optimizer: PlacedOptimizer | None = None
+        self._desk: Desk | None = None
+        self._wanted = workers
+        self._graph: Graph | None = None
+        self._seed: int | None = None
+        self._loss: Loss | None = None
+        """What the last worker knows."""
+        self._pending: list[Order] = []
+        """Orders for when the workers have their stages."""
+        try:
+            self._staff = hire(
+                listen,
+                workers,
+                LinkSettings(
+                    key=key,
+                    authorized_keys=authorized_keys,
+                    insecure=insecure,
+                    timeout_s=timeout_s,
+                    hung_s=hung_s,
+                ),
+                self.status,
+                wait_s=wait_s,
+                notify=notify or waiting_line(sys.stderr),
+            )
+        except BaseException:
+            self._interrupts.__exit__(None, None, None)
+            raise
+        self._desk = Desk(self._staff)
+
+    @property
+    def desk(self) -> Desk:
+        assert self._desk is not None
+        return self._desk
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def place(
+        self,
+        model: Model | str,
+        *,
+        cuts: Sequence[str] | None = None,
+        microbatches: int = 1,
+        inputs: Sequence[str] | None = None,
+        init: str = "local",
+        seed: int = 0,
+        example: Tree = None,
+    ) -> PlacedModel:
+        """Spread a model over the workers.
+
+        model: an nn.Module, a list of layers, or "package.module:factory".
+        cuts: modules that stages 1, 2, ... begin with. Default: where it is best, by a profile with
+            the first batch (or `example`).
+        inputs: names of the inputs of `forward` that come with every batch.
+        init: `remote`: every worker makes the weights of its own stage; the boss never has them.
+        """
+        if init not in ("local", "remote"):
+            raise SettingsError([f"init={init!r}: must be 'local' or 'remote'."])
+        if microbatches < 1:
+            raise SettingsError([f"microbatches={microbatches}: must be at least 1."])
+        made = _made(model, init, seed)
+        graph = read(made, inputs)
+        check_stages(graph, self._wanted)
+        self._graph, self._seed = graph, seed if init == "remote" else None
+        self._routes, self._loss = None, None
+        pairs = list(zip(graph.inputs, graph.input_names, strict=True))
+        names = list(made.state_dict())
+        num_parameters = sum(p.numel() for p in made.parameters())
+        placed = PlacedModel(self.desk, pairs, names, num_parameters, microbatches, self._prepare)
+        self._model = placed
+        if cuts is not None:
+            self._spread(cuts_at(graph, cuts, self._wanted))
+        elif self._wanted == 1:
+            self._spread([])
+        elif example is not None:
+            self._prepare(placed.named(example if isinstance(example, tuple) else (example,), {}))
+        return placed
+
+    def _prepare(self, named: dict[str, Tree] | None) -> None:
+        """Decide where to cut, with the inputs of a batch, unless that has been decided."""
+        if self._routes is not None:
+            return
+        if named is None:
+            raise ModelError(
+                "The cuts are chosen by a profile with the first batch, so before that no worker "
+                "has a stage. Give cuts=, or example= (inputs), to boss.place()."
+            )
+        self._spread(self._choose(named))
+
+    def _choose(self, named: dict[str, Tree]) -> list[int]:
+        assert self._graph is not None
+        parts = self.model.parts(named)
+        largest = max(range(len(parts)), key=lambda number: parts[number].size)
+        weights = [part.size / parts[largest].size for part in parts]
+        name = "gpipe" if len(parts) > 1 else "sequential"
+        schedule = make_schedule(name, self._wanted, len(parts))
+        example = micro_batches.split(named, parts)[largest]
+        return choose_cuts(self._graph, example, self._wanted, ASSUMED, schedule, weights)
+
+    def _spread(self, cuts: list[int]) -> None:
+        graph = self._graph
+        assert graph is not None
+        check_shared(graph, cuts)
+        check_in_place(graph, cuts)
+        routes = route(graph, cuts)
+        orders, tensors = [], []
+        for stage in range(self._wanted):
+            pair = [stage_module(graph, routes, stage, training=mode) for mode in (True, False)]
+            data, held = to_data(*pair)
+            orders.append(
+                Place(
+                    stage=stage,
+                    cuts=routes.cuts,
+                    num_units=routes.num_units,
+                    ports=[[(p.value, p.source) for p in ports] for ports in routes.ports],
+                    inputs=list(graph.inputs),
+                    makes=values_made(graph, routes, stage),
+                    module=pack(data),
+                    seed=self._seed,
+                )
+            )
+            tensors.append(held)
+            self.parameters[stage] = sum(p.numel() for p in pair[0].parameters())
+        self.desk.order_each(orders, tensors)
+        self.modules = [modules_in(graph, routes.units_of(s)) for s in range(self._wanted)]
+        self._routes = routes
+        self._graph = None  # and with it the weights
+        for order in self._pending:
+            self.desk.order(order)
+        self._pending = []
+
+    def _order(self, order: Order) -> None:
+        """Now, or as soon as the workers have their stages."""
+        if self._routes is None:
+            self._pending.append(order)
+        else:
+            self.desk.order(order)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> PlacedModel:
+        if self._model is None:
+            raise ModelError("no model has been placed: boss.place(model) comes first.")
+        return self._model
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PlacedOptimizer:
+        """Of torch.optim; on every worker one for its own parameters."""
+        self._optimizer = PlacedOptimizer(self._order, kind, options)
+        return self._optimizer
+
+    def train_step(
+        self,
+        *inputs: Tree,
+        loss: Loss,
+        schedule: str = "1f1b",
+        reduction: str = "mean",
+    ) -> torch.Tensor:
+        """Forward, loss on the last worker, backward and update, pipelined; returns the loss.
+
+        inputs: those of the model, and last the target. loss: a function of
+        torch.nn.functional, or a module of torch.nn.
+        """
+        if self._optimizer is None:
+            raise ModelError("no optimizer has been made: boss.optimizer(...) comes first.")
+        *given, target = inputs
+        model, optimizer = self.model, self._optimizer
+        named = model.named(given, {})
+        self._prepare(named)
+        optimizer.zero_grad()
+        call = model.begin(named)
+        samples = call.parts[0].total
+        mean = reduction == "mean"
+        data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
+        self._loss = loss
+        self.desk.order(
+            TrainStep(
+                call=call.number,
+                schedule=schedule,
+                weights=[part.size / samples if mean else 1.0 for part in call.parts],
+                loss=data,
+                forget=model.take_forgotten(),
+            ),
+            [None] * (self._wanted - 1) + [held],
+        )
+        model.send_inputs(call, named, keep=False)
+        for number, part in enumerate(micro_batches.split(target, call.parts)):
+            self.desk.send(part, self.desk.ranks[-1], f"target {call.number} {number}")
+        optimizer.step()
+        result: torch.Tensor = self.desk.recv(self.desk.ranks[-1], f"loss {call.number}")
+        return result
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of all workers so that together they have at most this norm."""
+        total = self.model.gradient_norm()
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self.desk.order(Scale(), [scale] * self._wanted)
+        return total
+
+    # -- how it is going ---------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """The boss, and every worker: host, stage, device, memory, step, last seen."""
+        now = time.monotonic()
+        step = 0 if self._optimizer is None else self._optimizer.num_steps
+        workers = []
+        if self._desk is not None:
+            for rank, application in enumerate(self._staff.applications, start=1):
+                workers.append(
+                    WorkerStatus(
+                        rank=rank,
+                        host=application.host,
+                        pid=application.pid,
+                        device=application.device,
+                        memory_bytes=self._desk.memory_bytes[rank],
+                        stage=rank - 1 if self._routes is not None else None,
+                        modules=self.modules[rank - 1],
+                        step=self._desk.steps[rank],
+                        last_seen_s=now - self._desk.seen_at[rank],
+                        is_lost=self._desk.is_lost(rank),
+                    )
+                )
+        return Status(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            user=getpass.getuser(),
+            script=Path(sys.argv[0]).name or "python",
+            step=step,
+            wanted=self._wanted,
+            workers=workers,
+        )
+
+    def seconds(self) -> list[tuple[float, float]]:
+        """By stage: how long it has worked, and waited."""
+        told = self.model.ask_all("times", lambda call: Times(call=call))
+        return [(busy, waited) for busy, waited in told]
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let the workers go; they wait for the next boss."""
+        if self._desk is not None:
+            desk, self._desk = self._desk, None
+            try:
+                desk.close(error)
+            finally:
+                self._interrupts.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+
+def _made(model: Model | str, init: str, seed: int) -> nn.Module:
+    """The model, made here or, where workers make its weights, on meta."""
+    if isinstance(model, str):
+        if faults := factory_faults("boss.place", model):
+            raise ModelError(faults)
+        model = find_factory(model)
+    if init == "remote":
+        if isinstance(model, nn.Module):
+            raise SettingsError(
+                ['init="remote" needs what makes the model, or "package.module:factory": this one '
+                 "is made already."]
+            )  # fmt: skip
+        return as_module(model, seed)
+    if not isinstance(model, nn.Module) and callable(model):
+        made = model()
+        return made if isinstance(made, nn.Module) else as_module(made)
+    return as_module(model)

@@ -1,0 +1,127 @@
+"""What is said at the boss's port before there is a link: applications, cards, questions.
+
+    worker   Application ───>            <─── Wait, Hired or Full     boss
+    worker   Ready (its card) ───>       <─── Roster (all cards)
+    anybody  Question ───>               <─── Status
+
+Each call and each answer is one short message. Whoever cannot be read is told nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.errors import WireError
+from shoal.wire.zmq_link import Card
+
+
+class Application(msgspec.Struct, frozen=True, tag="apply", forbid_unknown_fields=True):
+    """A worker wants work, and says so again every second while it waits."""
+
+    host: str
+    pid: int
+    device: str
+    memory_bytes: int
+    """What is free for a stage."""
+    shoal: str
+    torch: str
+
+    @property
+    def who(self) -> str:
+        return f"{self.host}, pid {self.pid}"
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
+    """A worker that was hired listens now."""
+
+    round: int
+    card: Card
+
+
+class Question(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
+    """How is it going?"""
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait", forbid_unknown_fields=True):
+    """Not all have come yet."""
+
+    missing: int
+
+
+class Hired(msgspec.Struct, frozen=True, tag="hired", forbid_unknown_fields=True):
+    """Listen, and say where."""
+
+    round: int
+    rank: int
+    size: int
+    timeout_s: float
+    hung_s: float
+
+
+class Roster(msgspec.Struct, frozen=True, tag="roster", forbid_unknown_fields=True):
+    """All that there are: connect."""
+
+    round: int
+    cards: list[Card]
+    names: list[str]
+
+
+class Full(msgspec.Struct, frozen=True, tag="full", forbid_unknown_fields=True):
+    """This boss needs nobody, or not you: why."""
+
+    reason: str
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker, as its boss knows it."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    memory_bytes: int
+    """Held by its process."""
+    stage: int | None
+    modules: list[str]
+    step: int
+    last_seen_s: float
+    """Seconds ago."""
+    is_lost: bool = False
+
+
+class Status(msgspec.Struct, frozen=True, tag="is", forbid_unknown_fields=True):
+    """How a boss and its workers are doing."""
+
+    host: str
+    pid: int
+    user: str
+    script: str
+    step: int
+    wanted: int
+    """How many workers it asked for."""
+    workers: list[WorkerStatus]
+
+
+Call = Application | Ready | Question
+Answer = Wait | Hired | Roster | Full | Status
+
+encode = msgspec.json.Encoder().encode
+_read_call = msgspec.json.Decoder(Call).decode
+_read_answer = msgspec.json.Decoder(Answer).decode
+
+
+def read_call(content: bytes) -> Call:
+    """Believe nothing."""
+    try:
+        call: Call = _read_call(content)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"what it says is no call: {error}") from error
+    return call
+
+
+def read_answer(content: bytes) -> Answer:
+    try:
+        answer: Answer = _read_answer(content)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"what answers there is no boss: {error}") from error
+    return answer

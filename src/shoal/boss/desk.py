@@ -1,0 +1,142 @@
+"""The boss's end of the link to its workers: orders out, results in, trouble told at once."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.boss.hiring import Staff
+from shoal.boss.orders import Order, Trouble, as_message
+from shoal.errors import PeerLost, WireError, WorkerError
+from shoal.wire.inbox import ReceiveJob
+from shoal.wire.tree import Tree
+
+TEND_S = 0.25
+"""How often calls are answered and reports read while the script does something else."""
+FIND_S = 3.0
+"""How long to look for who is lost, when a worker only says that it lost another."""
+
+
+class Desk:
+    """Talks with all workers. One thread at a time may order and wait."""
+
+    def __init__(self, staff: Staff) -> None:
+        self.link = staff.link
+        self.names = staff.names
+        self.ranks = range(1, self.link.size)
+        self.seen_at = dict.fromkeys(self.ranks, time.monotonic())
+        self.memory_bytes = dict.fromkeys(self.ranks, 0)
+        self.steps = dict.fromkeys(self.ranks, 0)
+        self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
+        self._reports = {rank: self.link.irecv(rank, "report") for rank in self.ranks}
+        self._num_orders = 0
+        self._num_aborts = 0
+        self._is_over = threading.Event()
+        self._tender = threading.Thread(target=self._tend, name="shoal-boss", daemon=True)
+        self._tender.start()
+        atexit.register(self.close)  # of a script that never closes its boss
+
+    def order(self, order: Order, tensors: Sequence[Tree] | None = None) -> None:
+        """To all workers. tensors: for each, by stage."""
+        self._look_for_trouble()
+        self._num_orders += 1
+        for rank in self.ranks:
+            self.link.isend(
+                as_message(order, tensors[rank - 1] if tensors else None), rank, "order"
+            )
+
+    def order_each(self, orders: Sequence[Order], tensors: Sequence[Tree]) -> None:
+        """To every worker an order of its own."""
+        self._look_for_trouble()
+        self._num_orders += 1
+        for rank in self.ranks:
+            message = as_message(orders[rank - 1], tensors[rank - 1])
+            self.link.send(message, rank, "order")
+
+    def send(self, tree: Tree, rank: int, tag: str) -> None:
+        self.link.isend(tree, rank, tag)
+
+    def recv(self, rank: int, tag: str) -> Tree:
+        """What a worker sends; raises WorkerError as soon as any worker is in trouble."""
+        job = self.link.irecv(rank, tag)
+        if not self.link.wait_any([job, *self._troubles.values()], self.link.timeout_s):
+            raise WireError(
+                f"waited {self.link.timeout_s:g} s for {self.names[rank]}; nothing came. It may be "
+                "busy: Boss(timeout_s=) says how long to wait."
+            )
+        if not job.is_over:
+            self._look_for_trouble()
+        return job.wait(0)
+
+    # -- trouble -----------------------------------------------------------------------------------
+
+    def _look_for_trouble(self) -> None:
+        """Raise what a worker has told of, or that it is lost, after all have recovered."""
+        told = {rank: job for rank, job in self._troubles.items() if job.is_over}
+        if not told:
+            return
+        lost, troubles = self._sort(told)
+        if not lost and troubles and all(t.is_consequence for t in troubles.values()):
+            # Somebody was lost to somebody; soon we shall know who.
+            self.link.wait_any(
+                [job for rank, job in self._troubles.items() if rank not in told], FIND_S
+            )
+            lost, more = self._sort({r: j for r, j in self._troubles.items() if j.is_over})
+            troubles |= more
+        if lost:
+            raise lost[0]
+        rank, trouble = min(troubles.items(), key=lambda item: (item[1].is_consequence, item[0]))
+        self._recover()
+        raise WorkerError(self.names[rank], trouble.kind, trouble.text, trouble.traceback)
+
+    def _sort(self, told: dict[int, ReceiveJob]) -> tuple[list[PeerLost], dict[int, Trouble]]:
+        lost: list[PeerLost] = []
+        troubles: dict[int, Trouble] = {}
+        for rank, job in told.items():
+            try:
+                troubles[rank] = msgspec.convert(job.wait(0), Trouble)
+            except PeerLost as error:
+                lost.append(error)
+        return lost, troubles
+
+    def _recover(self) -> None:
+        """Have all workers drop what is under way, and wait until they have."""
+        self._num_aborts += 1
+        for rank in self.ranks:
+            self.link.isend([self._num_aborts, self._num_orders], rank, "abort")
+        for rank in self.ranks:
+            self.link.recv(rank, f"recovered {self._num_aborts}")
+        self.link.discard("trouble", "output ", "input gradient ", "loss ", "norms ", "state ")
+        self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
+
+    # -- in between --------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        while not self._is_over.wait(TEND_S):
+            self.link.tend()
+            for rank, job in self._reports.items():
+                if not job.is_over:
+                    continue
+                try:
+                    self.memory_bytes[rank], self.steps[rank] = job.wait(0)
+                except PeerLost:
+                    continue
+                self.seen_at[rank] = time.monotonic()
+                self._reports[rank] = self.link.irecv(rank, "report")
+
+    def is_lost(self, rank: int) -> bool:
+        job = self._reports[rank]
+        return job.is_over and job.has_failed
+
+    def close(self, error: BaseException | None = None) -> None:
+        atexit.unregister(self.close)
+        self._is_over.set()
+        self._tender.join()
+        if error is None:
+            self.link.close()
+        else:
+            self.link.close_after(error)

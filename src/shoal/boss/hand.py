@@ -1,0 +1,334 @@
+"""A worker at work: it holds one stage and does what the boss orders, until the boss leaves.
+
+What goes wrong in an order is told to the boss, and the worker stays: it waits for the boss's
+`abort`, drops what it was at, and goes on with the next order.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from torch import nn
+
+from shoal.boss.orders import (
+    Backward,
+    Forward,
+    Load,
+    MakeOptimizer,
+    Norms,
+    Order,
+    Place,
+    Scale,
+    State,
+    Step,
+    Times,
+    TrainStep,
+    Trouble,
+    ZeroGrad,
+    read_order,
+)
+from shoal.errors import ModelError, PeerLost, WireError
+from shoal.pipeline.build import materialise
+from shoal.pipeline.known import Allowed
+from shoal.pipeline.portable import unpack
+from shoal.pipeline.rebuild import fill, from_data
+from shoal.pipeline.routes import Port, Routes
+from shoal.pipeline.runner import Runner
+from shoal.pipeline.schedule import Schedule, backward_only, forward_only, make_schedule
+from shoal.pipeline.stage import Roots, Stage, leaves_of, needing
+from shoal.pipeline.timeline import Timeline
+from shoal.wire.inbox import ReceiveJob
+from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
+from shoal.wire.zmq_link import ZmqLink
+
+BOSS = 0
+REPORT_S = 2.0
+COMPUTING = ("forward", "backward", "update")
+DATA_TAGS = ("forward ", "backward ", "input ", "gradient ", "target ", "drained ")
+
+
+class _Aborted(Exception):
+    """The boss has called off what we are at."""
+
+
+class Hand:
+    """One worker's stage. `work` returns when the boss has left, with the reason it gave."""
+
+    def __init__(self, link: ZmqLink, allowed: Allowed, device: torch.device) -> None:
+        self._link = link
+        self._allowed = allowed
+        self._device = device
+        self._stage: Stage | None = None
+        self._runner: Runner | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._loss: nn.Module | None = None
+        self._input_leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """By call and micro-batch, in the first stage: inputs whose gradients the boss wants."""
+        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """In the last stage: what it gave the boss, and gets gradients for."""
+        self._num_orders = 0
+        self._step = 0
+        self._timeline = Timeline()
+        self._abort: ReceiveJob = link.irecv(BOSS, "abort")
+        self._is_over = threading.Event()
+
+    def work(self) -> str:
+        reporter = threading.Thread(target=self._report, name="shoal-report")
+        reporter.start()
+        try:
+            while True:
+                try:
+                    order, tensors = self._next_order()
+                    self._do(order, tensors)
+                except _Aborted:
+                    self._recover()
+                except PeerLost as lost:
+                    if self._boss_is_gone():
+                        return str(lost)
+                    self._tell(lost)
+                except Exception as error:
+                    self._tell(error)
+        except PeerLost as lost:  # while it was told of something, or while it recovered
+            return str(lost)
+        finally:
+            self._is_over.set()
+            reporter.join()
+
+    # -- orders ------------------------------------------------------------------------------------
+
+    def _next_order(self) -> tuple[Order, Tree]:
+        job = self._link.irecv(BOSS, "order")
+        message = self._wait(job, limit_s=float("inf"))
+        self._num_orders += 1
+        return read_order(message)
+
+    def _do(self, order: Order, tensors: Tree) -> None:
+        match order:
+            case Place():
+                self._place(order, tensors)
+            case MakeOptimizer():
+                self._make_optimizer(order)
+            case Forward():
+                self._forward(order)
+            case Backward():
+                self._backward(order)
+            case TrainStep():
+                self._train_step(order, tensors)
+            case ZeroGrad():
+                self.stage.module.zero_grad()
+            case Step():
+                self._take_step(order)
+            case Norms():
+                self._send(_norms(self.stage.module), f"norms {order.call}")
+            case Scale():
+                for parameter in self.stage.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(tensors.to(self._device))
+            case State():
+                self._send(dict(self.stage.module.state_dict()), f"state {order.call}")
+            case Times():
+                seconds = self._timeline.seconds
+                busy = sum(seconds.get(kind, 0.0) for kind in COMPUTING)
+                waited = seconds.get("wait", 0.0) + seconds.get("send", 0.0)
+                self._send([busy, waited], f"times {order.call}")
+            case Load():
+                self.stage.module.load_state_dict(tensors)
+
+    @property
+    def stage(self) -> Stage:
+        if self._stage is None:
+            raise ModelError("no stage has been placed here")
+        return self._stage
+
+    def _place(self, order: Place, tensors: Tree) -> None:
+        ports = [[Port(value, source) for value, source in each] for each in order.ports]
+        routes = Routes(order.cuts, ports, order.num_units)
+        module = from_data(unpack(order.module), self._allowed)
+        if order.seed is not None:
+            materialise(module, order.seed, self._device)
+        fill(module, tensors)
+        module.to(self._device)
+        self._stage = Stage(
+            routes, order.stage, module, module, inputs=order.inputs, makes=order.makes
+        )
+        ranks = range(1, routes.num_stages + 1)
+        self._runner = Runner(self._stage, self._link, ranks, self._timeline, self._wait)
+        self._optimizer = None
+        self._input_leaves.clear()
+        self._outputs.clear()
+
+    def _make_optimizer(self, order: MakeOptimizer) -> None:
+        kind = getattr(torch.optim, order.name, None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ModelError(f"torch.optim has no optimizer {order.name!r}")
+        trainable = [p for p in self.stage.module.parameters() if p.requires_grad]
+        self._optimizer = kind(trainable or [nn.Parameter(torch.empty(0))], **order.options)
+
+    def _take_step(self, order: Step) -> None:
+        if self._optimizer is None:
+            raise ModelError("no optimizer has been made here")
+        for mine, theirs in zip(self._optimizer.param_groups, order.groups or [], strict=False):
+            mine.update(theirs)
+        with self._timeline.span("update"):
+            self._optimizer.step()
+        self._step += 1
+
+    # -- forward and backward ----------------------------------------------------------------------
+
+    def _forward(self, order: Forward) -> None:
+        self._forget(order.forget)
+        self.stage.module.train(order.training)
+        schedule = forward_only(self.stage.routes.num_stages, order.num_parts)
+
+        def finish(number: int, output: Tree) -> None:
+            tensors = tensors_of(output).values()
+            needs = [order.keep and tensor.requires_grad for tensor in tensors]
+            if order.keep:
+                self._outputs[order.call, number] = needing(output)
+            self._send([detached(output), needs], f"output {order.call} {number}")
+
+        with torch.set_grad_enabled(order.keep):
+            self._run(schedule, order.call, feed=self._feed(order.call, order.keep), finish=finish)
+
+    def _feed(self, call: int, keep: bool) -> Callable[[int], dict[str, Tree]]:
+        def feed(number: int) -> dict[str, Tree]:
+            message = self._wait(self._link.irecv(BOSS, f"input {call} {number}"))
+            values, leaves = {}, []
+            for name, (tree, needs) in message.items():
+                values[name], found = leaves_of(_to(tree, self._device), needs)
+                leaves += found
+            if keep:
+                self._input_leaves[call, number] = leaves
+            return values
+
+        return feed
+
+    def _backward(self, order: Backward) -> None:
+        schedule = backward_only(self.stage.routes.num_stages, order.num_parts)
+
+        def begin(number: int) -> Roots:
+            gradients = self._wait(self._link.irecv(BOSS, f"gradient {order.call} {number}"))
+            outputs = self._outputs.pop((order.call, number))
+            pairs = zip(outputs, _to(gradients, self._device), strict=True)
+            return [(output, gradient) for output, gradient in pairs if gradient is not None]
+
+        self._run(schedule, order.call, begin=begin)
+        if self.stage.number == 0:
+            gradients = [
+                [leaf.grad for leaf in self._input_leaves.pop((order.call, number))]
+                for number in range(order.num_parts)
+            ]
+            self._send(gradients, f"input gradient {order.call}")
+
+    def _train_step(self, order: TrainStep, tensors: Tree) -> None:
+        self._forget(order.forget)
+        self.stage.module.train()
+        stages = self.stage.routes.num_stages
+        schedule = make_schedule(order.schedule, stages, len(order.weights))
+        if order.loss is not None and self.stage.is_last:
+            self._loss = from_data(unpack(order.loss), self._allowed)
+            fill(self._loss, tensors)
+            self._loss.to(self._device)
+        total = torch.zeros((), device=self._device)
+
+        def finish(number: int, output: Any) -> torch.Tensor:
+            nonlocal total
+            assert self._loss is not None
+            target = self._wait(self._link.irecv(BOSS, f"target {order.call} {number}"))
+            loss: torch.Tensor = self._loss(output, _to(target, self._device))
+            weight = order.weights[number]
+            total = total + loss.detach() * weight
+            return loss if weight == 1.0 else loss * weight
+
+        with torch.enable_grad():
+            self._run(schedule, order.call, feed=self._feed(order.call, False), finish=finish)
+        self.stage.forget(order.call)
+        if self.stage.is_last:
+            self._send(total, f"loss {order.call}")
+
+    def _run(self, schedule: Schedule, call: int, **how: Any) -> None:
+        assert self._runner is not None
+        self._runner.run(schedule, call=call, **how)
+
+    def _forget(self, calls: list[int]) -> None:
+        for call in calls:
+            self.stage.forget(call)
+        for kept in (self._input_leaves, self._outputs):
+            for key in [key for key in kept if key[0] in calls]:
+                del kept[key]
+
+    # -- with the boss -----------------------------------------------------------------------------
+
+    def _wait(self, job: ReceiveJob, limit_s: float | None = None) -> Tree:
+        """For a message; not longer than the boss wants it."""
+        limit_s = self._link.timeout_s if limit_s is None else limit_s
+        while not self._link.wait_any([job, self._abort], min(limit_s, 60.0)):
+            if limit_s <= 60.0:
+                break
+            limit_s -= 60.0
+        if self._abort.is_over:
+            self._link.give_up(job)
+            self._abort.wait(0)  # raises, where the boss is gone
+            raise _Aborted
+        return job.wait(0)
+
+    def _send(self, tree: Tree, tag: str) -> None:
+        self._link.isend(tree, BOSS, tag)
+
+    def _tell(self, error: Exception) -> None:
+        trouble = Trouble(
+            kind=type(error).__name__,
+            text=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            is_consequence=isinstance(error, PeerLost),
+        )
+        self._send(msgspec.to_builtins(trouble), "trouble")
+
+    def _recover(self) -> None:
+        """Drop what was under way here, and wait until nobody sends any of it any more."""
+        number, num_orders = self._abort.wait(0)
+        self._abort = self._link.irecv(BOSS, "abort")
+        while self._num_orders < num_orders:
+            self._link.recv(BOSS, "order")
+            self._num_orders += 1
+        others = [r for r in range(1, self._link.size) if r != self._link.rank]
+        for rank in others:
+            self._link.isend(None, rank, f"drained {number}")
+        for rank in others:
+            self._link.recv(rank, f"drained {number}")
+        self._link.discard(*DATA_TAGS)
+        if self._stage is not None:
+            self._stage.forget()
+        self._input_leaves.clear()
+        self._outputs.clear()
+        self._send(None, f"recovered {number}")
+
+    def _boss_is_gone(self) -> bool:
+        return self._abort.is_over
+
+    def _report(self) -> None:
+        """Tell the boss now and then that we are here, also while the stage computes."""
+        process = psutil.Process()
+        while not self._is_over.wait(REPORT_S):
+            try:
+                self._send([process.memory_info().rss, self._step], "report")
+            except (PeerLost, WireError):
+                return  # whoever works notices too
+
+
+def _norms(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.linalg.vector_norm(parameter.grad)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _to(tree: Tree, device: torch.device) -> Tree:
+    return with_tensors(tree, {path: t.to(device) for path, t in tensors_of(tree).items()})

@@ -1,0 +1,158 @@
+"""How a boss comes to its workers: listen, wait until enough have applied, link up with them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shoal import network
+from shoal.boss.applying import ask
+from shoal.boss.calls import Application, Status
+from shoal.boss.reception import Reception
+from shoal.errors import MeetingError, WireError
+from shoal.wire.open_link import LinkSettings, read_keys
+from shoal.wire.zmq_link import ZmqLink
+
+TURN_S = 0.5
+READY_S = 10.0
+"""How long those who are hired have to listen and say where."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a boss listens, or is."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> Address:
+        """`tcp://HOST:PORT` or `HOST:PORT`."""
+        host, colon, port = text.removeprefix("tcp://").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 65536:
+            raise MeetingError(
+                f"{text!r} is no address of a boss: tcp://HOST:PORT is, for example "
+                "tcp://192.168.0.1:1024."
+            )
+        return cls(host, int(port))
+
+    @property
+    def endpoint(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Staff:
+    """The workers of a boss, and the link to them."""
+
+    link: ZmqLink
+    names: list[str]
+    """By rank; the boss is rank 0."""
+    applications: list[Application]
+    """By rank, from rank 1 on."""
+
+
+def hire(
+    listen: str,
+    num_workers: int,
+    settings: LinkSettings,
+    status: Callable[[], Status],
+    *,
+    wait_s: float,
+    notify: Callable[[str], None],
+) -> Staff:
+    """Listen at once; return when there are so many workers, all linked with each other."""
+    address = Address.read(listen)
+    host = network.resolve(address.host)
+    keys = None if settings.insecure or network.is_loopback(host) else read_keys(settings)
+    reception = Reception(
+        num_workers,
+        str(torch.__version__),
+        timeout_s=settings.timeout_s,
+        hung_s=settings.hung_s,
+        status=status,
+    )
+    try:
+        link = ZmqLink(
+            0,
+            num_workers + 1,
+            host,
+            keys=keys,
+            insecure=settings.insecure,
+            timeout_s=settings.timeout_s,
+            limit_bytes=settings.limit_bytes,
+            hung_s=settings.hung_s,
+            port=address.port,
+            on_call=reception.on_call,
+        )
+    except WireError as error:
+        if "in use" not in str(error):
+            raise
+        raise MeetingError(_who_has(address, settings)) from error
+    try:
+        staff = _gather(link, reception, wait_s, notify)
+    except BaseException:
+        link.close(farewell_s=0)
+        raise
+    finally:
+        notify("")
+    return staff
+
+
+def _gather(
+    link: ZmqLink, reception: Reception, wait_s: float, notify: Callable[[str], None]
+) -> Staff:
+    waited = 0.0
+    while True:
+        while not link.tend(lambda: not reception.missing, TURN_S):
+            waited += TURN_S
+            notify(_waiting(link, reception, waited))
+            if waited >= wait_s:
+                raise MeetingError(_waiting(link, reception, waited) + " That was long enough.")
+        for caller, offer in reception.hire():
+            link.answer(caller, offer)
+        if link.tend(lambda: reception.are_ready, READY_S):
+            break
+        reception.release()
+    name = f"the boss ({socket.gethostname()})"
+    roster, offers = reception.roster(link.card, name)
+    applications = [each.application for each in reception.hired]
+    for caller, offer in offers:
+        link.answer(caller, offer)
+    link.connect(roster.cards, roster.names)
+    link.settle()
+    return Staff(link, roster.names, applications)
+
+
+def _waiting(link: ZmqLink, reception: Reception, waited_s: float) -> str:
+    here = [applicant.application.who for applicant in reception.present]
+    text = (
+        f"waiting for {reception.missing} of {reception.wanted} workers at {link.card.endpoint}, "
+        f"{waited_s:.0f} s"
+    )
+    if here:
+        text += f"; here: {'; '.join(here)}"
+    for who, why in reception.turned_away.items():
+        text += f"; turned away: {who} ({why})"
+    return text + "."
+
+
+def _who_has(address: Address, settings: LinkSettings) -> str:
+    """Whose port it is that we cannot have."""
+    taken = f"{address.endpoint} is taken"
+    host = "127.0.0.1" if address.host == "0.0.0.0" else address.host
+    try:
+        other = ask(Address(host, address.port).endpoint, settings, limit_s=2.0)
+    except (WireError, MeetingError):
+        return f"{taken} by some other program. Listen on another port."
+    names = ", ".join(f"{w.host} (pid {w.pid})" for w in other.workers) or "no worker yet"
+    return (
+        f"{taken} by another boss: {other.script} (pid {other.pid} of {other.user} on "
+        f"{other.host}), with {names}, at step {other.step}. Wait for it, or listen on another "
+        "port and start workers for that."
+    )

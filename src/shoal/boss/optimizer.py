@@ -1,0 +1,65 @@
+"""An optimizer whose parameters are on workers. Learning-rate schedulers take it as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.boss.orders import MakeOptimizer, Order, Step, ZeroGrad
+from shoal.errors import ModelError
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class PlacedOptimizer(torch.optim.Optimizer):
+    """Made by `Boss.optimizer`. Its group here has the options, on the workers the parameters."""
+
+    def __init__(
+        self,
+        order: Callable[[Order], None],
+        kind: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+    ) -> None:
+        if getattr(torch.optim, kind.__name__, None) is not kind:
+            raise ModelError(
+                f"{kind.__module__}.{kind.__name__}: workers know the optimizers of torch.optim."
+            )
+        # One made here checks the options, and knows the defaults.
+        sample = kind([torch.nn.Parameter(torch.zeros(()))], **options)
+        super().__init__([torch.nn.Parameter(torch.zeros(()))], dict(sample.defaults))
+        self.num_steps = 0
+        self._order = order
+        order(MakeOptimizer(name=kind.__name__, options=_plain(options)))
+        self._sent = self._options()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._order(ZeroGrad())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """On the workers, with the options of now."""
+        if closure is not None:
+            raise ModelError("a closure would be called on the workers: call the model yourself.")
+        options = self._options()
+        self._order(Step(groups=None if options == self._sent else [options]))
+        self._sent = options
+        self.num_steps += 1
+
+    def _options(self) -> dict[str, Any]:
+        return _plain({k: v for k, v in self.param_groups[0].items() if k != "params"})
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """What a message can hold: tensors of one number become numbers."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, tuple | list) and all(isinstance(v, PLAIN) for v in value):
+            found[name] = tuple(value)
+        elif isinstance(value, PLAIN):
+            found[name] = value
+        else:
+            raise ModelError(f"optimizer: {name}={value!r} cannot be sent to a worker.")
+    return found

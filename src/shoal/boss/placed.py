@@ -1,0 +1,221 @@
+"""A model whose parameters are on workers, as the boss's script sees it: an nn.Module.
+
+loss = loss_fn(model(x), y)      forward on the workers; the output is a tensor of the boss's
+loss.backward()                  its gradient goes to the last worker, and backward from there
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.boss.desk import Desk
+from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State
+from shoal.errors import ModelError
+from shoal.layout import Share
+from shoal.pipeline import micro_batches
+from shoal.wire.tree import Path, Tree, detached, tensors_of, with_tensors
+
+Prepare = Callable[[dict[str, Tree] | None], None]
+
+
+class PlacedModel(nn.Module):
+    """Made by `Boss.place`. Its parameters are on the workers; here it has none."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        inputs: Sequence[tuple[str, str]],
+        names: Sequence[str],
+        num_parameters: int,
+        microbatches: int,
+        prepare: Prepare,
+    ) -> None:
+        """inputs: each as a value of the graph, and as `forward` calls it. names: of the state."""
+        super().__init__()
+        self.num_parameters = num_parameters
+        self._desk = desk
+        self._inputs = list(inputs)
+        self._names = list(names)
+        self._microbatches = microbatches
+        self._prepare = prepare
+        self._num_calls = 0
+        self._forgotten: deque[int] = deque()
+        self._origin = torch.zeros((), requires_grad=True)
+        """What outputs depend on here, so that autograd comes to us."""
+
+    # -- forward and backward ----------------------------------------------------------------------
+
+    def forward(self, *args: Tree, **kwargs: Tree) -> Tree:
+        named = self.named(args, kwargs)
+        self._prepare(detached(named))
+        keep = torch.is_grad_enabled()
+        call = self.begin(named)
+        self._desk.order(
+            Forward(
+                call=call.number,
+                num_parts=len(call.parts),
+                keep=keep,
+                training=self.training,
+                forget=self.take_forgotten(),
+            )
+        )
+        self.send_inputs(call, named, keep)
+        outputs, needs = [], []
+        for number in range(len(call.parts)):
+            output, flags = self._desk.recv(self._desk.ranks[-1], f"output {call.number} {number}")
+            outputs.append(output)
+            needs = flags
+        output = micro_batches.join(outputs)
+        tensors = tensors_of(output)
+        wanted = [path for path, need in zip(tensors, needs, strict=True) if need]
+        if not keep or not wanted:
+            self._forgotten.append(call.number)
+            return output
+        wanting = [t for t in tensors_of(named).values() if t.requires_grad]
+        made = _Remote.apply(  # type: ignore[no-untyped-call]
+            call, len(wanted), self._origin, *(tensors[p] for p in wanted), *wanting
+        )
+        return with_tensors(output, {**tensors, **dict(zip(wanted, made, strict=True))})
+
+    def begin(self, named: dict[str, Tree]) -> Call:
+        """A new call, with its micro-batches."""
+        self._num_calls += 1
+        return Call(self, self._num_calls, self.parts(named))
+
+    def parts(self, named: dict[str, Tree]) -> list[Share]:
+        """The micro-batches of a batch. A batch that stays whole need not have samples."""
+        samples = micro_batches.num_samples(named, "x") if self._microbatches > 1 else 1
+        return micro_batches.shares(samples, self._microbatches, len(self._desk.ranks))
+
+    def send_inputs(self, call: Call, named: dict[str, Tree], keep: bool) -> None:
+        needs = {
+            name: [keep and t.requires_grad for t in tensors_of(tree).values()]
+            for name, tree in named.items()
+        }
+        for number, part in enumerate(micro_batches.split(detached(named), call.parts)):
+            message = {name: [tree, needs[name]] for name, tree in part.items()}
+            self._desk.send(message, 1, f"input {call.number} {number}")
+
+    def take_forgotten(self) -> list[int]:
+        """Calls that nobody can go backward from any more."""
+        return [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+
+    def named(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> dict[str, Tree]:
+        """Inputs by the names of the graph."""
+        names = [name for _, name in self._inputs]
+        given = dict(zip(names, args, strict=False))
+        twice = [name for name in kwargs if name in given]
+        given |= kwargs
+        missing = [name for name in names if name not in given]
+        unknown = [name for name in kwargs if name not in names]
+        if len(args) > len(names) or missing or unknown or twice:
+            got = [*(["a value"] * len(args)), *kwargs]
+            raise ModelError(
+                f"the model takes {', '.join(names)}; got {', '.join(got) or 'nothing'}. Further "
+                "inputs must be named when the model is placed: boss.place(model, inputs=[...])."
+            )
+        return {value: given[name] for value, name in self._inputs}
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathered from the workers; loads into a plain model."""
+        self._prepare(None)
+        state = self._united(self.ask_all("state", lambda call: State(call=call)))
+        return {name: state[name] for name in self._names if name in state}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        missing = [name for name in self._names if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in self._names]
+        if strict and (missing or unexpected):
+            raise ModelError(f"state_dict: missing {missing}, not of this model {unexpected}.")
+        self._prepare(None)
+        owned = self.ask_all("state", lambda call: State(call=call))
+        self._desk.order(
+            Load(), [{name: state_dict.get(name, mine[name]) for name in mine} for mine in owned]
+        )
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Of all parameters together, put together in their order, as one process does."""
+        norms = self._united(self.ask_all("norms", lambda call: Norms(call=call)))
+        if not norms:
+            return torch.zeros(())
+        order = [name for name in self._names if name in norms]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
+        return total
+
+    def ask_all(self, what: str, order: Callable[[int], Order]) -> list[Any]:
+        """What every worker answers, by stage."""
+        self._num_calls += 1
+        self._desk.order(order(self._num_calls))
+        return [self._desk.recv(rank, f"{what} {self._num_calls}") for rank in self._desk.ranks]
+
+    @staticmethod
+    def _united(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+class Call:
+    """One forward pass. When nobody can go backward from it any more, workers may forget it."""
+
+    def __init__(self, model: PlacedModel, number: int, parts: list[Share]) -> None:
+        self.model = model
+        self.number = number
+        self.parts = parts
+        self._is_over = False
+        self._forget = weakref.finalize(self, model._forgotten.append, number)
+        self._forget.atexit = False
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Of the outputs; returns those of the inputs that wanted one."""
+        if self._is_over:
+            raise RuntimeError(
+                "backward() a second time through the same forward pass: the workers have freed "
+                "what it needed. Call the model again."
+            )
+        self._is_over = True
+        self._forget.detach()
+        desk = self.model._desk
+        desk.order(Backward(call=self.number, num_parts=len(self.parts)))
+        by_path: dict[Path, torch.Tensor] = {
+            (i,): g for i, g in enumerate(gradients) if g is not None
+        }
+        for number, part in enumerate(self.parts):
+            cut = list(gradients)
+            for (index,), gradient in by_path.items():
+                whole = len(self.parts) == 1 or not gradient.dim()
+                cut[index] = gradient if whole else gradient[part.start : part.stop]
+            desk.send(cut, desk.ranks[-1], f"gradient {self.number} {number}")
+        received = desk.recv(1, f"input gradient {self.number}")
+        return [_joined(of_input) for of_input in zip(*received, strict=True)]
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    if len(parts) == 1 or not present:
+        return parts[0]
+    return torch.cat(present)
+
+
+class _Remote(torch.autograd.Function):
+    """Joins the boss's graph with what the workers keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, count: int, origin: torch.Tensor, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.call, ctx.count = call, count
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        of_inputs = ctx.call.backward(gradients)
+        return (None, None, None, *[None] * ctx.count, *of_inputs)

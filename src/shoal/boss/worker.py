@@ -1,0 +1,40 @@
+"""A worker's life: find a boss, work for it, and when it leaves find the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoal.boss.applying import Employer, apply
+from shoal.boss.hand import Hand
+from shoal.pipeline.known import Allowed
+from shoal.wire.link import HASTE_S
+
+
+def serve(
+    employer: Employer,
+    *,
+    allowed: Allowed,
+    device: torch.device,
+    once: bool,
+    notify: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> None:
+    """For one boss after the other; `once`: for one.
+
+    notify: is told whom we wait for. tell: what happens.
+    """
+    while True:
+        contract = apply(employer, str(device), notify)
+        boss = contract.names[0]
+        tell(f"works for {boss} as worker {contract.link.rank} of {contract.link.size - 1}")
+        try:
+            reason = Hand(contract.link, allowed, device).work()
+        except BaseException as error:
+            contract.link.close_after(error)
+            raise
+        contract.link.close(HASTE_S)
+        tell(reason)
+        if once:
+            return

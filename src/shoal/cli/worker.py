@@ -1,0 +1,99 @@
+"""`shoal worker`: hold a stage of whatever model a boss brings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from shoal.errors import EXIT_INTERRUPTED, SettingsError
+
+
+def worker(
+    boss: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the boss listens, HOST:PORT. Default: $MODEL_HOST and $MODEL_PORT."
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="End with the first boss, instead of waiting for more.")
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package of this machine whose modules a boss may use. Again for more."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads. Default: all cores.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="This machine's secret key. Default: ~/.config/shoal/key.")
+    ] = None,
+    authorized_keys: Annotated[
+        str | None,
+        typer.Option(help="Keys of the boss and of other workers. Default: beside the key."),
+    ] = None,
+    boss_key: Annotated[
+        str | None,
+        typer.Option(help="The boss's public key, or its name, where several are authorized."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Go beyond this host without keys.")
+    ] = False,
+) -> None:
+    """Work for a boss: wait for it, hold the stage that it brings, and wait for the next one.
+
+    Needs none of the boss's code for models that are made of torch's own layers.
+    """
+    address = boss or _from_environment()
+    if not address:
+        raise SettingsError(
+            ["--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."]
+        )
+    # Imported here: the launcher, which shares this program, starts without torch.
+    import torch
+
+    from shoal.boss.applying import Employer
+    from shoal.boss.hiring import Address
+    from shoal.boss.worker import serve
+    from shoal.crew import choose_device
+    from shoal.interrupts import prompt_interrupts
+    from shoal.pipeline.known import Allowed
+    from shoal.report.waiting import waiting_line
+    from shoal.wire.open_link import LinkSettings
+
+    where = Address.read(address)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    employer = Employer(
+        where.endpoint,
+        where.host,
+        LinkSettings(key=key, authorized_keys=authorized_keys, insecure=insecure),
+        boss_key or "",
+    )
+
+    def tell(text: str) -> None:
+        print(f"shoal worker: {text}", flush=True)
+
+    try:
+        with prompt_interrupts():
+            serve(
+                employer,
+                allowed=Allowed(frozenset(allow or [])),
+                device=choose_device(device, 0),
+                once=once,
+                notify=waiting_line(sys.stderr),
+                tell=tell,
+            )
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _from_environment() -> str:
+    host, port = os.environ.get("MODEL_HOST"), os.environ.get("MODEL_PORT", "1024")
+    return f"{host}:{port}" if host else ""
