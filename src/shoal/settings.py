@@ -256,3 +256,9 @@ def usable_cores() -> int:
 def threads_each(num_processes: int) -> int:
     """Compute threads for each of `num_processes` on this host, so that together they fit."""
     return max(1, usable_cores() // max(1, num_processes))
+
+
+def boss_in_environment() -> str:
+    """HOST:PORT of a boss, where the environment names one."""
+    host, port = os.environ.get("MODEL_HOST"), os.environ.get("MODEL_PORT", "1024")
+    return f"{host}:{port}" if host else ""

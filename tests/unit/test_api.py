@@ -12,6 +12,8 @@ import shoal
 from shoal import errors
 
 NAMES = [
+    "AsyncBoss",
+    "Boss",
     "DataError",
     "JoinedCrew",
     "KeyFileError",
@@ -25,6 +27,7 @@ NAMES = [
     "StorageError",
     "SyncError",
     "WireError",
+    "WorkerError",
     "__version__",
     "join",
 ]

@@ -55,6 +55,13 @@ def train(
     stages: Annotated[
         int, typer.Option(help="Cut the model into so many, each on a rank of its own.")
     ] = DEFAULTS.stages,
+    boss: Annotated[
+        bool,
+        typer.Option(
+            "--boss",
+            help="One process drives the model, whose stages are on --workers of this host.",
+        ),
+    ] = False,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -147,7 +154,9 @@ def train(
 
     shoal train --init tcp://192.168.0.1:23456 --rank 0 --world-size 2
     """
-    if stages > 1:
+    if boss:
+        stages, workers, schedule = _of_boss(stages, workers, schedule, [init, rank, world_size])
+    elif stages > 1:
         schedule = schedule or SCHEDULES[-1]
         if microbatches is None:
             microbatches = default_microbatches(schedule, stages)
@@ -158,8 +167,9 @@ def train(
         data=data,
         data_dir=None if data_dir is None else str(Path(data_dir).absolute()),
         sync=sync or ("ring" if transport == "zmq" and stages == 1 else DEFAULTS.sync),
-        transport=transport,
+        transport="zmq" if boss else transport,
         stages=stages,
+        boss=boss,
         schedule=schedule,
         microbatches=1 if microbatches is None else microbatches,
         cuts=cut and [name for each in cut for name in each.split(",")],
@@ -199,6 +209,24 @@ def train(
             if terminal.verdict is not None and not terminal.verdict.passed:
                 code = EXIT_FAILED
     raise typer.Exit(code)
+
+
+def _of_boss(
+    stages: int, workers: int | None, schedule: str | None, elsewhere: list[object]
+) -> tuple[int, int, str]:
+    """Stages, workers and schedule of a boss; every worker has one stage."""
+    faults = []
+    if any(each is not None for each in elsewhere):
+        faults.append(
+            "--boss starts its workers on this host; for other hosts run shoal worker there, and a "
+            "script with shoal.Boss here. Leave out --init, --rank and --world-size."
+        )
+    if stages not in (1, workers or stages):
+        faults.append(f"--stages {stages}: with --boss there are as many stages as --workers.")
+    if faults:
+        raise SettingsError(faults)
+    count = workers or (stages if stages > 1 else 2)
+    return count, count, schedule or "gpipe"
 
 
 def _plan(
@@ -290,13 +318,18 @@ def _launch(
     terminal: Terminal,
 ) -> int:
     threads = settings.threads or threads_each(len(ways))
+    env = inherited_environment(OMP_NUM_THREADS=str(threads))
+    port = ways[0].port if settings.boss else 0
     commands = []
-    for way in ways:
-        order = RankOrder(settings=settings, way=way, interface=interface)
+    for way in ways[:1] if settings.boss else ways:
+        order = RankOrder(settings=settings, way=way, interface=interface, boss_port=port)
         argv = [sys.executable, "-m", "shoal.cli.rank", EVENTS_FD]
         argv.append(msgspec.json.encode(order).decode())
-        env = inherited_environment(OMP_NUM_THREADS=str(threads))
         commands.append(RankCommand(rank=way.rank, argv=argv, environment=env))
+    for number in range(1, len(ways) + 1) if settings.boss else ():
+        argv = [sys.executable, "-m", "shoal", "worker", "--once", "--quiet"]
+        argv += ["--boss", f"127.0.0.1:{port}", "--device", settings.device]
+        commands.append(RankCommand(rank=number, argv=argv, environment=env))
 
     speaker = ways[0].rank
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
 import typer
 
 from shoal.errors import EXIT_INTERRUPTED, SettingsError
+from shoal.settings import boss_in_environment
 
 
 def worker(
@@ -45,12 +45,13 @@ def worker(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Go beyond this host without keys.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
 ) -> None:
     """Work for a boss: wait for it, hold the stage that it brings, and wait for the next one.
 
     Needs none of the boss's code for models that are made of torch's own layers.
     """
-    address = boss or _from_environment()
+    address = boss or boss_in_environment()
     if not address:
         raise SettingsError(
             ["--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."]
@@ -78,7 +79,11 @@ def worker(
     )
 
     def tell(text: str) -> None:
-        print(f"shoal worker: {text}", flush=True)
+        if not quiet:
+            print(f"shoal worker: {text}", flush=True)
+
+    def say_nothing(text: str) -> None:
+        pass
 
     try:
         with prompt_interrupts():
@@ -87,13 +92,8 @@ def worker(
                 allowed=Allowed(frozenset(allow or [])),
                 device=choose_device(device, 0),
                 once=once,
-                notify=waiting_line(sys.stderr),
+                notify=say_nothing if quiet else waiting_line(sys.stderr),
                 tell=tell,
             )
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-def _from_environment() -> str:
-    host, port = os.environ.get("MODEL_HOST"), os.environ.get("MODEL_PORT", "1024")
-    return f"{host}:{port}" if host else ""

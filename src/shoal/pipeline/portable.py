@@ -81,7 +81,7 @@ def unpack(content: bytes) -> Data:
     """Raises ModelError for what `pack` did not make."""
     try:
         return msgspec.msgpack.decode(content, type=Data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"what came is no stage: {error}") from error
 
 

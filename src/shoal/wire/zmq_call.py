@@ -1,0 +1,87 @@
+"""A call at the port of a zmq link that takes calls: short messages there and back.
+
+The connection is made again whenever it breaks; what is said while there is none is not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shoal.wire.zmq_gate import Keys
+
+REFUSED = "it refused this host's key, or has another key than the one given for it"
+
+
+class ZmqCall:
+    """To be used as a context manager."""
+
+    def __init__(self, endpoint: str, keys: Keys | None, server_key: str) -> None:
+        """server_key: whoever has another one is not called."""
+        self._endpoint = endpoint
+        self._keys = keys
+        self._server_key = server_key
+        self.fault = ""
+        """Why nobody can be reached, as far as it is known."""
+
+    def __enter__(self) -> Self:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.ipv6 = "[" in self._endpoint
+        self._socket.reconnect_ivl = 200
+        self._socket.reconnect_ivl_max = 1000
+        self._socket.immediate = 1  # what nobody hears is not kept for later
+        self._socket.sndtimeo = 0
+        if self._keys is not None:
+            self._socket.curve_publickey = self._keys.pair.public.encode()
+            self._socket.curve_secretkey = self._keys.pair.secret.encode()
+            self._socket.curve_serverkey = self._server_key.encode()
+        self._news = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._news, zmq.POLLIN)
+        self._socket.connect(self._endpoint)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._socket.disable_monitor()
+        self._news.close(linger=0)
+        self._socket.close(linger=200)
+        self._context.term()
+
+    def say(self, content: bytes) -> None:
+        try:
+            self._socket.send(content)
+        except zmq.Again:
+            return  # nobody is there
+
+    def hear(self, limit_s: float) -> bytes | None:
+        """What is answered within so many seconds. Sooner, None: a connection was made just now."""
+        deadline = time.monotonic() + limit_s
+        while (left := deadline - time.monotonic()) > 0:
+            ready = [each for each, _ in self._poller.poll(int(1000 * left) + 1)]
+            if self._socket in ready:
+                self.fault = ""
+                return self._socket.recv()
+            if self._news in ready:
+                event = int(recv_monitor_message(self._news)["event"])
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self.fault = ""
+                    return None
+                self.fault = REFUSED
+        return None
