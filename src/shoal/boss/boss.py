@@ -33,7 +33,7 @@ from shoal.boss.placed import PlacedModel
 from shoal.errors import ModelError, SettingsError
 from shoal.interrupts import prompt_interrupts
 from shoal.pipeline import micro_batches
-from shoal.pipeline.build import Model, as_module, check_stages
+from shoal.pipeline.build import Model, as_module, check_stages, materialise
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.portable import pack, to_data
@@ -352,8 +352,18 @@ def _made(model: Model | str, init: str, seed: int) -> nn.Module:
                 ['init="remote" needs what makes the model, or "package.module:factory": this one '
                  "is made already."]
             )  # fmt: skip
-        return as_module(model, seed)
+        made = as_module(model, seed)
+        # A stage has torch's own layers as they are, but of others only what they do: what those
+        # begin with is made here.
+        own = {
+            f"{path}.{name}" if path else name
+            for path, layer in made.named_modules()
+            if not type(layer).__module__.startswith("torch.nn.")
+            for name, _ in layer.named_parameters(recurse=False)
+        }
+        materialise(made, seed, torch.device("cpu"), own)
+        return made
     if not isinstance(model, nn.Module) and callable(model):
-        made = model()
-        return made if isinstance(made, nn.Module) else as_module(made)
+        given = model()
+        return given if isinstance(given, nn.Module) else as_module(given)
     return as_module(model)

@@ -150,9 +150,11 @@ class Hand:
         ports = [[Port(value, source) for value, source in each] for each in order.ports]
         routes = Routes(order.cuts, ports, order.num_units)
         module = from_data(unpack(order.module), self._allowed)
+        missing = fill(module, tensors)
+        if missing and order.seed is None:
+            raise ModelError(f"stage {order.stage}: no values came for {', '.join(missing[:5])}")
         if order.seed is not None:
             materialise(module, order.seed, self._device)
-        fill(module, tensors)
         module.to(self._device)
         self._stage = Stage(
             routes, order.stage, module, module, inputs=order.inputs, makes=order.makes

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shoal.errors import ModelError
 from shoal.pipeline.portable import pack, to_data
 
 Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
@@ -16,14 +17,24 @@ Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
 
 def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
     """Raises ModelError for what workers do not know. With the tensors that it has."""
-    module = loss if isinstance(loss, nn.Module) else None
-    graph = fx.Graph()
-    given = (graph.placeholder("output_"), graph.placeholder("target"))
-    if module is not None:
-        graph.output(graph.call_module("loss", given))
-        root: Any = {"loss": module}
-    else:
-        graph.output(graph.call_function(loss, given))
-        root = {}
-    data, tensors = to_data(fx.GraphModule(root, graph, "Loss"))
+    try:
+        traced = fx.symbolic_trace(_Calling(loss))
+    except Exception as error:  # it is the user's own function, which may raise anything
+        raise ModelError(
+            f"loss: torch.fx cannot read it ({type(error).__name__}: {error}). Use a function of "
+            "torch.nn.functional or a module of torch.nn, or compute the loss here: "
+            "loss(model(x), y).backward()."
+        ) from error
+    data, tensors = to_data(traced)
     return pack(data), tensors
+
+
+class _Calling(nn.Module):
+    """A loss, of whatever kind, as a module."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self.loss(output, target)

@@ -149,7 +149,7 @@ def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
     if getattr(target, "__module__", "") == "_operator":
         return getattr(target, "__name__", "") in _OPERATORS_IN_PLACE
     name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return True
     return bool(node.kwargs.get("inplace"))
 
