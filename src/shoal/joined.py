@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 from shoal.crew import Crew
 from shoal.errors import SettingsError
 from shoal.pipeline.build import Model
-from shoal.pipeline.pipeline import Loss as PipelineLoss
-from shoal.pipeline.pipeline import Pipeline, Plan, plan_faults
+from shoal.pipeline.pipeline import Pipeline
+from shoal.pipeline.plan import Loss as PipelineLoss
+from shoal.pipeline.plan import Plan, plan_faults
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import find_way
 from shoal.replicate import Replica, replicate

@@ -11,7 +11,7 @@ the loss, which comes from the last stage; between them everything follows the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,7 @@ from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, mat
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
+from shoal.pipeline.plan import Plan, ReplicaPlace, plan_faults
 from shoal.pipeline.profile import choose_cuts
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -32,47 +33,10 @@ from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
-from shoal.settings import stage_faults
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
-Loss = Callable[[Any, Any], torch.Tensor]
 Watch = Callable[[torch.Tensor, Any, Any, int], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a model is to be spread and trained."""
-
-    stages: int
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    cuts: Sequence[str] | None = None
-    """Modules that stages 1, 2, ... begin with. None: where it is best, by a short profile."""
-    loss: Loss | None = None
-    reduction: str = "mean"
-    """What the loss is over the samples of a batch: their `mean` or their `sum`."""
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    clip_norm: float | None = None
-    """Gradients of all stages together are scaled down to this norm."""
-    inputs: Sequence[str] | None = None
-    """Names of the inputs of `forward` that come with every batch. Default: the required ones."""
-    memory_bytes: Sequence[int] | None = None
-    """What each stage may hold, where cuts are chosen. Default: what its host has free."""
-    seed: int = 0
-    """Where the model is made here: what its weights begin with."""
-
-
-@dataclass
-class ReplicaPlace:
-    """A replica among its like, as a loader sees it."""
-
-    rank: int
-    size: int
-    device: torch.device
-    share: Share | None = None
-    """This replica's part of the global batch; its loader sets it."""
 
 
 class Pipeline:
@@ -496,14 +460,6 @@ class Pipeline:
 
     def close(self) -> None:
         self._averages.close()
-
-
-def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
-    """Every fault that is visible in the values alone."""
-    found = stage_faults(plan.stages, num_ranks, plan.schedule, plan.microbatches, plan.cuts)
-    if plan.reduction not in ("mean", "sum"):
-        found.append(f"reduction={plan.reduction!r}: must be 'mean' or 'sum'.")
-    return found
 
 
 def _told(announced: Sequence[Any]) -> str:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
-from shoal.pipeline.pipeline import Pipeline, Plan
+from shoal.pipeline.pipeline import Pipeline
+from shoal.pipeline.plan import Plan
 from shoal.replicate.averages import stage_averages
 from shoal.report.records import StageRecord
 from shoal.settings import LINK_SYNCS, TrainSettings
