@@ -14,7 +14,7 @@ from shoal.wire.link import Link
 
 LARGE_BYTES = 1 << 20
 REPEATS = 3
-SLACK, SLACK_IN_TURNS = 0.03, 0.5
+SLACK, SLACK_IN_TURNS = 0.03, 1.0
 MEMORY_SHARE = 0.9
 """The part of free memory that stages may plan with."""
 
