@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int)
     args = parser.parse_args()
 
+    torch.manual_seed(0)  # rank 0's weights are everybody's
     x = torch.linspace(-3, 3, 1024).unsqueeze(1)
     train_set = TensorDataset(x, torch.sin(x))
     with shoal.join(args.init, rank=args.rank, world_size=args.world_size) as crew:

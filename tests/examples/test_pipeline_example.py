@@ -10,7 +10,8 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "pipeline.py")
 
 
 def test_it_learns_a_sine(start) -> None:
-    options = ("--workers", "4", "--threads", "1", EXAMPLE, "--stages", "2")
+    """In more epochs than it takes by default: each time it begins with other weights."""
+    options = ("--workers", "2", "--threads", "1", EXAMPLE, "--stages", "2", "--epochs", "40")
     run = start(*SHOAL, "run", *options)
     assert run.end() == 0, run.said
     assert run.err == ""

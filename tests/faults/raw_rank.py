@@ -16,7 +16,7 @@ from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
 from shoal.wire.tree import memory_of, take_apart
-from shoal.wire.zmq_link import HELLO, Card
+from shoal.wire.zmq_link import HELLO, PULSE, Card
 from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP
 
 Frames = Sequence[Any]
@@ -41,10 +41,24 @@ class RawRank(Closing):
             f"tcp://127.0.0.1:{port}", secrets.token_hex(16), keys.public if keys else ""
         )
 
-    def call(self, card: Card, *, rank: int | None = None, identity: bytes = b"") -> RawCall:
-        """Connect to the rank that has this card, as this rank or as another."""
-        who = identity or f"{self.rank if rank is None else rank}:{card.token}".encode()
-        self._calls.append(RawCall(self._context.socket(zmq.DEALER), card, who, self._keys))
+    def call(
+        self,
+        card: Card,
+        *,
+        rank: int | None = None,
+        identity: bytes = b"",
+        with_pulse: bool = False,
+    ) -> RawCall:
+        """Connect to the rank that has this card, as this rank or as another.
+
+        with_pulse: by a second connection too, as ranks do: links wait a moment for it.
+        """
+        number = self.rank if rank is None else rank
+        names = [identity or f"{number}:{card.token}".encode()]
+        if with_pulse:
+            names.append(f"{number}{PULSE}:{card.token}".encode())
+        dealers = {name: self._context.socket(zmq.DEALER) for name in names}
+        self._calls.append(RawCall(dealers, card, self._keys))
         return self._calls[-1]
 
     def stop_listening(self) -> None:
@@ -61,27 +75,31 @@ class RawCall(Closing):
     """A connection to a real rank. It is made again if the other side ends it: once is enough."""
 
     def __init__(
-        self, dealer: zmq.Socket[bytes], card: Card, identity: bytes, keys: KeyPair | None
+        self, dealers: dict[bytes, zmq.Socket[bytes]], card: Card, keys: KeyPair | None
     ) -> None:
-        self._dealer = dealer
-        dealer.identity = identity
-        dealer.reconnect_ivl = -1
-        if keys:
-            dealer.curve_publickey = keys.public.encode()
-            dealer.curve_secretkey = keys.secret.encode()
-            dealer.curve_serverkey = card.public_key.encode()
-        dealer.connect(card.endpoint)
+        self._dealers = list(dealers.values())
+        for identity, dealer in dealers.items():
+            dealer.identity = identity
+            dealer.reconnect_ivl = -1
+            if keys:
+                dealer.curve_publickey = keys.public.encode()
+                dealer.curve_secretkey = keys.secret.encode()
+                dealer.curve_serverkey = card.public_key.encode()
+            dealer.connect(card.endpoint)
 
     def hello(self) -> Self:
-        return self.say([HELLO])
+        for dealer in self._dealers:
+            dealer.send(HELLO)
+        return self
 
     def say(self, *messages: Frames) -> Self:
         for frames in messages:
-            self._dealer.send_multipart(frames)
+            self._dealers[0].send_multipart(frames)
         return self
 
     def close(self) -> None:
-        self._dealer.close(linger=0)
+        for dealer in self._dealers:
+            dealer.close(linger=0)
 
 
 def frames_of(tree: Any, number: int = 0, tag: str = "") -> list[list[bytes]]:

@@ -45,7 +45,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start) -> None:
 
 def test_a_rank_that_freezes_is_named_after_the_timeout(start) -> None:
     run = start(
-        *train("--workers", "2", "--model", "broken_models:Freezing", "--timeout", "4"),
+        *train("--workers", "2", "--model", "broken_models:Freezing", "--timeout", "3"),
         PYTHONPATH=HERE,
     )
     run.until(lambda: run.family())
@@ -56,14 +56,14 @@ def test_a_rank_that_freezes_is_named_after_the_timeout(start) -> None:
     until(lambda: all_gone(family), "no process left")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_the_launcher_ends_all_ranks_at_once(start, signum: int) -> None:
-    run = start(*train("--workers", "3", *LONG))
+def test_stopping_the_launcher_ends_all_ranks_at_once(start) -> None:
+    """As Ctrl-C does, see test_stages.py: ranks do not know by what their launcher was stopped."""
+    run = start(*train("--workers", "2", *LONG))
     run.until_says("1/1000")
     family = run.family()
-    assert len(family) == 3
-    assert run.interrupt(signum) < PROMPT_S
-    assert run.process.returncode == 128 + signum
+    assert len(family) == 2
+    assert run.interrupt(signal.SIGTERM) < PROMPT_S
+    assert run.process.returncode == 128 + signal.SIGTERM
     assert all_gone(family)
     assert run.err == ""
 
@@ -175,7 +175,7 @@ def test_ctrl_c_reaches_a_script_that_is_blocked_inside_torch(start, tmp_path: P
 def test_a_failing_script_shows_one_traceback_and_its_code(start, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    run = start(*SHOAL, "run", "--workers", "3", str(script))
+    run = start(*SHOAL, "run", "--workers", "2", str(script))
     assert run.end() == 1
     assert run.err.count("Traceback (most recent call last)") == 1
     assert "[1]" in run.err

@@ -60,13 +60,14 @@ def test_replicas_of_stages_prove_themselves(start) -> None:
     assert run.out.rstrip().endswith("pass")
 
 
-def test_three_stages_started_by_hand(start) -> None:
-    place = ("--init", f"tcp://127.0.0.1:{reserve_port()}", "--world-size", "3", "--stages", "3")
+def test_stages_started_by_hand(start) -> None:
+    """Two; three on three hosts: see lab/test_pipeline_hosts.py."""
+    place = ("--init", f"tcp://127.0.0.1:{reserve_port()}", "--world-size", "2", "--stages", "2")
     runs = [
         start(*train(*place, "--rank", str(rank), "--verify", "--schedule", "sequential"))
-        for rank in range(3)
+        for rank in range(2)
     ]
-    assert [run.end() for run in runs] == [0, 0, 0], [run.said for run in runs]
+    assert [run.end() for run in runs] == [0, 0], [run.said for run in runs]
     assert "0.00e+00" in runs[0].out  # bit for bit
 
 
@@ -80,11 +81,6 @@ def test_three_stages_started_by_hand(start) -> None:
             ("--stages", "3", "--workers", "4"),
             ["4 ranks do not make whole replicas of 3 stages; 1 would be left over. Use 3 or 6"],
         ),
-        (("--stages", "2", "--cut", "fc33"), ["no module of that name. Did you mean fc3"]),
-        (
-            ("--stages", "3", "--model", "broken_models:BreakingStage"),
-            ["3 stages for a model of 2 steps (first, last): every stage needs at least one"],
-        ),
         (
             ("--stages", "2", "--model", "broken_models:Branching"),
             ["cannot be read by torch.fx", "broken_models.py:", "if x.sum() > 0:", "Ways out"],
@@ -92,6 +88,7 @@ def test_three_stages_started_by_hand(start) -> None:
     ],
 )
 def test_refused_with_the_remedy(start, options: tuple[str, ...], texts: list[str]) -> None:
+    """By the launcher, and by ranks. What else a model may be refused for: see unit/pipeline."""
     run = start(*train(*options), PYTHONPATH=HERE)
     assert run.end() == 2, run.said
     for text in texts:
@@ -107,7 +104,7 @@ def test_cuts_in_other_places_on_two_hosts(start) -> None:
     ]
     for run in runs:
         assert run.end() == 1, run.said
-        assert "cuts" in run.err
+        assert "--cut" in run.err
         assert "fc3" in run.err
         assert "fc4" in run.err
 

@@ -51,7 +51,7 @@ class Party:
         self.cards = [*(link.card for link in made), self.raw.card]
         for link in made:
             link.connect(self.cards)
-        self.calls = [self.raw.call(link.card).hello() for link in made]
+        self.calls = [self.raw.call(link.card, with_pulse=True).hello() for link in made]
         for link in made:
             link.settle()
         self.chat = stack.enter_context(Chat(*made))
@@ -372,7 +372,7 @@ def test_ranks_at_whose_address_nobody_listens(stack: ExitStack) -> None:
 # -- a rank that talks nonsense, thousands of times ------------------------------------------------
 
 FUZZ_RANKS = 80
-FUZZ_ROUNDS = 40
+FUZZ_ROUNDS = 25
 FUZZ_LIMIT_S = 60.0
 
 SENSE = [

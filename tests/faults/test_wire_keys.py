@@ -57,7 +57,7 @@ class Party:
 
     def settle(self) -> None:
         """With a rank 2 that does everything right."""
-        self.calls = [self.raw.call(link.card).hello() for link in self.links]
+        self.calls = [self.raw.call(link.card, with_pulse=True).hello() for link in self.links]
         for link in self.links:
             link.settle()
         self.chat = self._stack.enter_context(Chat(*self.links))

@@ -4,10 +4,13 @@
 
 Each rank trains the crew's way, then alone on whole global batches, and compares. OUT/rank-R.json
 holds `case -> what went wrong` (or null). Double precision: only order of summation may differ.
+What is trained alone is trained once per case and kept: every sync must give the same.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import sys
 import traceback
@@ -32,6 +35,8 @@ from shoal.wire.link import Link
 NUM_SAMPLES = 41
 BATCH = 10  # 41 = 4 × 10 + 1: does not divide by 3 or 4, and the last batch leaves ranks empty
 STEPS = 20
+BUCKET_BYTES = 1024  # several of them in Net
+FEW_STEPS = 10  # two epochs: the second one begins with what the first one left
 SIX_FOR_ALL = 24  # divides by 1, 2, 3 and 4
 TIMEOUT_S = 60
 
@@ -108,35 +113,64 @@ def plain_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) ->
     return F.cross_entropy(model(x), y)
 
 
+def loss_with_a_layer_at_odd_steps(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int
+) -> torch.Tensor:
+    return F.cross_entropy(model(x, with_sometimes=step % 2 == 1), y)
+
+
+def regularised_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+    inner = model if isinstance(model, Net) else model.module
+    return F.cross_entropy(model(x), y) + 0.01 * inner.first.weight.pow(2).sum()
+
+
+def loss_in_evaluation_mode(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int
+) -> torch.Tensor:
+    model.eval()
+    return F.cross_entropy(model(x), y)
+
+
 def train_both(
     crew: shoal.JoinedCrew,
     sync: str,
     loss: Loss = plain_loss,
     set_to_none: bool = True,
+    steps: int = FEW_STEPS,
 ) -> None:
-    """STEPS steps of both; every rank begins from a seed of its own, rank 0's must win."""
+    """Whole epochs of both; every rank begins from a seed of its own, rank 0's must win."""
     data = dataset()
-    model = replicate(crew, net(seed=100 + crew.rank), sync=sync, bucket_bytes=512)
-    alone = net(seed=100)
-    ours, theirs = sgd(model), sgd(alone)
+    model = replicate(crew, net(seed=100 + crew.rank), sync=sync, bucket_bytes=BUCKET_BYTES)
+    optimizer = sgd(model)
     loader = crew.loader(data, batch_size=BATCH)
     step = 0
-    while step < STEPS:
-        whole = global_batches(data, loader.epoch)
-        for (x, y), (all_x, all_y) in zip(loader, whole, strict=True):
-            ours.zero_grad(set_to_none=set_to_none)
+    while step < steps:
+        for x, y in loader:
+            optimizer.zero_grad(set_to_none=set_to_none)
             loss(model, x, y, step).backward()
-            ours.step()
-            theirs.zero_grad(set_to_none=set_to_none)
-            loss(alone, all_x, all_y, step).backward()
-            theirs.step()
+            optimizer.step()
             step += 1
-    compare(model, alone)
+    compare(model, trained_alone(loss, set_to_none, step))
     model.close()
 
 
+@functools.cache
+def trained_alone(loss: Loss, set_to_none: bool, steps: int) -> Net:
+    data = dataset()
+    model = net(seed=100)
+    optimizer = sgd(model)
+    per_epoch = len(global_batches(data, 0))
+    assert steps % per_epoch == 0, "whole epochs, as the crew has trained"
+    whole = [batch for epoch in range(steps // per_epoch) for batch in global_batches(data, epoch)]
+    for step, (x, y) in enumerate(whole):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss(model, x, y, step).backward()
+        optimizer.step()
+    return model
+
+
 def case_twenty_steps(crew: shoal.JoinedCrew, sync: str) -> None:
-    train_both(crew, sync)
+    train_both(crew, sync, steps=STEPS)
 
 
 def case_gradients_kept_as_zeros(crew: shoal.JoinedCrew, sync: str) -> None:
@@ -144,10 +178,7 @@ def case_gradients_kept_as_zeros(crew: shoal.JoinedCrew, sync: str) -> None:
 
 
 def case_parameter_used_in_some_steps(crew: shoal.JoinedCrew, sync: str) -> None:
-    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
-        return F.cross_entropy(model(x, with_sometimes=step % 2 == 1), y)
-
-    train_both(crew, sync, loss)
+    train_both(crew, sync, loss_with_a_layer_at_odd_steps)
 
 
 def case_parameter_used_on_some_ranks(crew: shoal.JoinedCrew, sync: str) -> None:
@@ -161,7 +192,7 @@ def case_parameter_used_by_a_stand_in_only(crew: shoal.JoinedCrew, sync: str) ->
 
 
 def use_layer_on_odd_ranks(crew: shoal.JoinedCrew, sync: str, data: TensorDataset) -> None:
-    model = replicate(crew, net(seed=1 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=1 + crew.rank), sync=sync, bucket_bytes=BUCKET_BYTES)
     alone = net(seed=1)
     ours, theirs = sgd(model), sgd(alone)
     for _ in range(2):
@@ -189,11 +220,11 @@ def use_layer_on_odd_ranks(crew: shoal.JoinedCrew, sync: str, data: TensorDatase
 def case_accumulation_without_sync(crew: shoal.JoinedCrew, sync: str) -> None:
     """Two global batches per step, the first under no_sync; shares differ between the two."""
     data = dataset()
-    model = replicate(crew, net(seed=3 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=3 + crew.rank), sync=sync, bucket_bytes=BUCKET_BYTES)
     alone = net(seed=3)
     ours, theirs = sgd(model), sgd(alone)
     loader = crew.loader(data, batch_size=BATCH)
-    for _ in range(5):
+    for _ in range(2):
         whole = global_batches(data, loader.epoch)
         for number, ((x, y), (all_x, all_y)) in enumerate(zip(loader, whole, strict=True)):
             if number % 2 == 0 and number + 1 < len(loader):
@@ -215,18 +246,13 @@ def case_accumulation_without_sync(crew: shoal.JoinedCrew, sync: str) -> None:
 
 def case_regulariser_outside_forward(crew: shoal.JoinedCrew, sync: str) -> None:
     """A term of the loss that does not pass through the model's output weighs as much as alone."""
-
-    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
-        inner = model if isinstance(model, Net) else model.module
-        return F.cross_entropy(model(x), y) + 0.01 * inner.first.weight.pow(2).sum()
-
-    train_both(crew, sync, loss)
+    train_both(crew, sync, regularised_loss)
 
 
 def case_two_backwards_per_step(crew: shoal.JoinedCrew, sync: str) -> None:
     """The second backward adds to gradients that are means already."""
     data = dataset()
-    model = replicate(crew, net(seed=4 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=4 + crew.rank), sync=sync, bucket_bytes=BUCKET_BYTES)
     alone = net(seed=4)
     ours, theirs = sgd(model), sgd(alone)
     loader = crew.loader(data, batch_size=BATCH)
@@ -246,24 +272,23 @@ def case_two_backwards_per_step(crew: shoal.JoinedCrew, sync: str) -> None:
 
 def case_unfrozen_half_way(crew: shoal.JoinedCrew, sync: str) -> None:
     data = dataset()
-    model = replicate(crew, net(seed=6 + crew.rank), sync=sync, bucket_bytes=512)
+    model = replicate(crew, net(seed=6 + crew.rank), sync=sync, bucket_bytes=BUCKET_BYTES)
     alone = net(seed=6)
     for phase in range(2):
         if phase:
             model.module.frozen.requires_grad_(True)
             alone.frozen.requires_grad_(True)
         ours, theirs = sgd(model), sgd(alone)
-        for epoch in range(2):
-            loader = crew.loader(data, batch_size=BATCH)
-            loader.epoch = epoch
-            whole = global_batches(data, epoch)
-            for (x, y), (all_x, all_y) in zip(loader, whole, strict=True):
-                ours.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                ours.step()
-                theirs.zero_grad()
-                F.cross_entropy(alone(all_x), all_y).backward()
-                theirs.step()
+        loader = crew.loader(data, batch_size=BATCH)
+        loader.epoch = phase
+        whole = global_batches(data, phase)
+        for (x, y), (all_x, all_y) in zip(loader, whole, strict=True):
+            ours.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            ours.step()
+            theirs.zero_grad()
+            F.cross_entropy(alone(all_x), all_y).backward()
+            theirs.step()
     compare(model, alone)
     model.close()
 
@@ -299,12 +324,7 @@ def case_two_forwards_before_backward(crew: shoal.JoinedCrew, sync: str) -> None
 
 def case_weights_count_in_evaluation_mode_too(crew: shoal.JoinedCrew, sync: str) -> None:
     """Fine-tuning with batch norm and dropout held still is training all the same."""
-
-    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
-        model.eval()
-        return F.cross_entropy(model(x), y)
-
-    train_both(crew, sync, loss)
+    train_both(crew, sync, loss_in_evaluation_mode)
 
 
 def case_looks_like_the_plain_model(crew: shoal.JoinedCrew, sync: str) -> None:
@@ -323,42 +343,69 @@ def case_looks_like_the_plain_model(crew: shoal.JoinedCrew, sync: str) -> None:
     model.close()
 
 
-def case_mnist_cnn_in_single_precision(crew: shoal.JoinedCrew, sync: str) -> None:
-    """The default model on real digits, 20 steps, float32: equal to float tolerance."""
-    digits = ImageSet(*read_sample()[0], MNIST_MEAN_STD)
-    torch.manual_seed(9 + crew.rank)
-    model = replicate(crew, MnistCnn(), sync=sync)
-    torch.manual_seed(9)
-    alone = MnistCnn()
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, alone))
-    loader = crew.loader(digits, batch_size=18)
-    order = torch.from_numpy(sample_order(len(digits), 0, 0))
-    for step, ((x, y), batch) in enumerate(zip(loader, order.split(18), strict=True)):
-        if step == STEPS:
-            break
-        ours.zero_grad()
+DIGITS_SEED, DIGITS_BATCH = 9, 18
+
+
+@functools.cache
+def digits() -> tuple[ImageSet, ImageSet]:
+    train, test = read_sample()
+    return ImageSet(*train, MNIST_MEAN_STD), ImageSet(*test, MNIST_MEAN_STD)
+
+
+def digits_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+@functools.cache
+def mnist_cnn_alone() -> MnistCnn:
+    train, _ = digits()
+    torch.manual_seed(DIGITS_SEED)
+    model = MnistCnn()
+    optimizer = digits_sgd(model)
+    order = torch.from_numpy(sample_order(len(train), 0, 0))
+    for batch in order.split(DIGITS_BATCH)[:FEW_STEPS]:
+        x, y = train.take(batch)
+        optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        ours.step()
-        all_x, all_y = digits.take(batch)
-        theirs.zero_grad()
-        F.cross_entropy(alone(all_x), all_y).backward()
-        theirs.step()
-    compare(model, alone, tolerance=2e-5)
+        optimizer.step()
+    return model
+
+
+def case_mnist_cnn_in_single_precision(crew: shoal.JoinedCrew, sync: str) -> None:
+    """The default model on real digits, float32: equal to float tolerance."""
+    torch.manual_seed(DIGITS_SEED + crew.rank)
+    model = replicate(crew, MnistCnn(), sync=sync)
+    optimizer = digits_sgd(model)
+    loader = crew.loader(digits()[0], batch_size=DIGITS_BATCH)
+    for x, y in itertools.islice(loader, FEW_STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    compare(model, mnist_cnn_alone(), tolerance=2e-5)
     model.close()
 
 
+@functools.cache
+def conv_net_alone() -> tuple[float, float]:
+    """Untrained, on all digits: loss and accuracy."""
+    _, test = digits()
+    torch.manual_seed(0)
+    x, y = test.take(torch.arange(len(test)))
+    with torch.no_grad():
+        output = ConvNet().eval()(x)
+    return F.cross_entropy(output, y).item(), (output.argmax(1) == y).double().mean().item()
+
+
 def case_evaluation_counts_each_sample_once(crew: shoal.JoinedCrew, sync: str) -> None:
-    digits = ImageSet(*read_sample()[1], MNIST_MEAN_STD)
+    _, test = digits()
     torch.manual_seed(0)
     model = replicate(crew, ConvNet(), sync=sync)
-    result = crew.evaluate(model, digits, batch_size=333)
-    assert result.samples == len(digits)
+    result = crew.evaluate(model, test, batch_size=333)
+    assert result.samples == len(test)
     assert model.training
-    x, y = digits.take(torch.arange(len(digits)))
-    with torch.no_grad():
-        output = model.eval()(x)
-    assert result.accuracy == (output.argmax(1) == y).double().mean().item()
-    assert abs(result.loss - F.cross_entropy(output, y).item()) < 1e-5
+    loss, accuracy = conv_net_alone()
+    assert result.accuracy == accuracy
+    assert abs(result.loss - loss) < 1e-5
     model.close()
 
 
