@@ -29,6 +29,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/data_parallel/run.py
 	$(BIN)/python benchmarks/wire/run.py
 	$(BIN)/python benchmarks/pipeline/run.py
+	$(BIN)/python benchmarks/boss/run.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

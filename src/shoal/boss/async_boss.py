@@ -15,6 +15,8 @@ to do meanwhile.
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -26,8 +28,9 @@ from shoal.boss.boss import Boss
 from shoal.boss.calls import Status
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.placed import PlacedModel
-from shoal.errors import ModelError
+from shoal.errors import MeetingError, ModelError
 from shoal.pipeline.build import Model
+from shoal.report.waiting import waiting_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +53,19 @@ class AsyncBoss:
         cls, num_workers: int, listen: str = "tcp://127.0.0.1:1024", **options: Any
     ) -> Boss:
         """Wait for so many workers. options: those of `Boss`."""
-        return await asyncio.to_thread(Boss, listen, num_workers, **options)
+        show = options.pop("notify", None) or waiting_line(sys.stderr)
+        is_cancelled = threading.Event()
+
+        def notify(text: str) -> None:
+            if text and is_cancelled.is_set():  # by Ctrl-C, say, which a thread does not hear
+                raise MeetingError("nobody waits for workers any more")
+            show(text)
+
+        try:
+            return await asyncio.to_thread(Boss, listen, num_workers, notify=notify, **options)
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            raise
 
     async def _call(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()

@@ -149,6 +149,10 @@ class Boss:
         names = list(made.state_dict())
         num_parameters = sum(p.numel() for p in made.parameters())
         placed = PlacedModel(self.desk, pairs, names, num_parameters, microbatches, self._prepare)
+        placed.training = made.training
+        if self._model is not None:
+            self._model.leave()
+            self._optimizer = None
         self._model = placed
         if cuts is not None:
             self._spread(cuts_at(graph, cuts, self._wanted))
@@ -186,8 +190,10 @@ class Boss:
         check_in_place(graph, cuts)
         routes = route(graph, cuts)
         orders, tensors = [], []
+        used: set[str] = set()
         for stage in range(self._wanted):
             pair = [stage_module(graph, routes, stage, training=mode) for mode in (True, False)]
+            used |= {name for module in pair for name in module.state_dict()}
             data, held = to_data(*pair)
             orders.append(
                 Place(
@@ -206,10 +212,19 @@ class Boss:
         self.desk.order_each(orders, tensors)
         self.modules = [modules_in(graph, routes.units_of(s)) for s in range(self._wanted)]
         self._routes = routes
+        self.model.stray = self._strays(graph.model, used)
         self._graph = None  # and with it the weights
         for order in self._pending:
             self.desk.order(order)
         self._pending = []
+
+    def _strays(self, made: nn.Module, used: set[str]) -> dict[str, torch.Tensor]:
+        """What belongs to the model's state, though no step uses it: it stays here."""
+        names = [name for name in made.state_dict() if name not in used]
+        if self._seed is not None:
+            materialise(made, self._seed, torch.device("cpu"), names)
+        state = made.state_dict()
+        return {name: state[name].detach().clone() for name in names}
 
     def _order(self, order: Order) -> None:
         """Now, or as soon as the workers have their stages."""
@@ -254,11 +269,12 @@ class Boss:
         samples = call.parts[0].total
         mean = reduction == "mean"
         data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
-        self._loss = loss
+        self._loss = None  # until the last worker has shown that it knows this one
         self.desk.order(
             TrainStep(
                 call=call.number,
                 schedule=schedule,
+                training=None if model.mode is None else True,
                 weights=[part.size / samples if mean else 1.0 for part in call.parts],
                 loss=data,
                 forget=model.take_forgotten(),
@@ -270,6 +286,7 @@ class Boss:
             self.desk.send(part, self.desk.ranks[-1], f"target {call.number} {number}")
         optimizer.step()
         result: torch.Tensor = self.desk.recv(self.desk.ranks[-1], f"loss {call.number}")
+        self._loss = loss
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -298,6 +315,7 @@ class Boss:
                         stage=rank - 1 if self._routes is not None else None,
                         modules=self.modules[rank - 1],
                         step=self._desk.steps[rank],
+                        num_kept=self._desk.num_kept[rank],
                         last_seen_s=now - self._desk.seen_at[rank],
                         is_lost=self._desk.is_lost(rank),
                     )

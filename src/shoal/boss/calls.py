@@ -9,22 +9,28 @@ Each call and each answer is one short message. Whoever cannot be read is told n
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shoal.errors import WireError
 from shoal.wire.zmq_link import Card
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Label = Annotated[str, msgspec.Meta(max_length=255, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""What is shown on terminals: without anything that would steer them."""
+
 
 class Application(msgspec.Struct, frozen=True, tag="apply", forbid_unknown_fields=True):
     """A worker wants work, and says so again every second while it waits."""
 
-    host: str
-    pid: int
-    device: str
-    memory_bytes: int
+    host: Label
+    pid: Count
+    device: Label
+    memory_bytes: Count
     """What is free for a stage."""
-    shoal: str
-    torch: str
+    shoal: Label
+    torch: Label
 
     @property
     def who(self) -> str:
@@ -84,6 +90,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: int | None
     modules: list[str]
     step: int
+    num_kept: int
+    """Micro-batches that it keeps for a backward pass."""
     last_seen_s: float
     """Seconds ago."""
     is_lost: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.boss.hiring import Staff
-from shoal.boss.orders import Order, Trouble, as_message
+from shoal.boss.orders import Backward, Forward, Order, Place, Trouble, ZeroGrad, as_message
 from shoal.errors import PeerLost, WireError, WorkerError
 from shoal.wire.inbox import ReceiveJob
 from shoal.wire.tree import Tree
@@ -31,10 +31,13 @@ class Desk:
         self.seen_at = dict.fromkeys(self.ranks, time.monotonic())
         self.memory_bytes = dict.fromkeys(self.ranks, 0)
         self.steps = dict.fromkeys(self.ranks, 0)
+        self.num_kept = dict.fromkeys(self.ranks, 0)
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
         self._reports = {rank: self.link.irecv(rank, "report") for rank in self.ranks}
         self._num_orders = 0
-        self._num_aborts = 0
+        self._zero_grad: ZeroGrad | None = None
+        self.num_aborts = 0
+        """How often all workers have dropped what was under way."""
         self._is_over = threading.Event()
         self._tender = threading.Thread(target=self._tend, name="shoal-boss", daemon=True)
         self._tender.start()
@@ -42,20 +45,30 @@ class Desk:
 
     def order(self, order: Order, tensors: Sequence[Tree] | None = None) -> None:
         """To all workers. tensors: for each, by stage."""
-        self._look_for_trouble()
-        self._num_orders += 1
-        for rank in self.ranks:
-            self.link.isend(
-                as_message(order, tensors[rank - 1] if tensors else None), rank, "order"
-            )
+        if isinstance(order, ZeroGrad):
+            # As a rule a backward pass comes next, which takes it along.
+            self._zero_grad = order
+            return
+        if isinstance(order, Backward):
+            order = msgspec.structs.replace(order, zero_grad=self._zero_grad)
+            self._zero_grad = None
+        self.order_each([order] * len(self.ranks), tensors)
 
-    def order_each(self, orders: Sequence[Order], tensors: Sequence[Tree]) -> None:
+    def order_each(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
         """To every worker an order of its own."""
         self._look_for_trouble()
+        if self._zero_grad is not None and not isinstance(orders[0], Forward | Place):
+            self._tell_all([self._zero_grad] * len(self.ranks), None)
+            self._zero_grad = None
+        self._tell_all(orders, tensors)
+
+    def _tell_all(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
         self._num_orders += 1
         for rank in self.ranks:
-            message = as_message(orders[rank - 1], tensors[rank - 1])
-            self.link.send(message, rank, "order")
+            if tensors is None:
+                self.link.isend(as_message(orders[rank - 1]), rank, "order")
+            else:  # which are the caller's, who may change them
+                self.link.send(as_message(orders[rank - 1], tensors[rank - 1]), rank, "order")
 
     def send(self, tree: Tree, rank: int, tag: str) -> None:
         self.link.isend(tree, rank, tag)
@@ -105,11 +118,11 @@ class Desk:
 
     def _recover(self) -> None:
         """Have all workers drop what is under way, and wait until they have."""
-        self._num_aborts += 1
+        self.num_aborts += 1
         for rank in self.ranks:
-            self.link.isend([self._num_aborts, self._num_orders], rank, "abort")
+            self.link.isend([self.num_aborts, self._num_orders], rank, "abort")
         for rank in self.ranks:
-            self.link.recv(rank, f"recovered {self._num_aborts}")
+            self.link.recv(rank, f"recovered {self.num_aborts}")
         self.link.discard("trouble", "output ", "input gradient ", "loss ", "norms ", "state ")
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
 
@@ -117,14 +130,12 @@ class Desk:
 
     def _tend(self) -> None:
         while not self._is_over.wait(TEND_S):
-            self.link.tend()
+            for _ in range(2 * self.link.size):  # each takes one message; as many may have come
+                self.link.tend()
             for rank, job in self._reports.items():
-                if not job.is_over:
+                if not job.is_over or job.has_failed:
                     continue
-                try:
-                    self.memory_bytes[rank], self.steps[rank] = job.wait(0)
-                except PeerLost:
-                    continue
+                self.memory_bytes[rank], self.steps[rank], self.num_kept[rank] = job.wait(0)
                 self.seen_at[rank] = time.monotonic()
                 self._reports[rank] = self.link.irecv(rank, "report")
 

@@ -49,6 +49,8 @@ from shoal.wire.zmq_link import ZmqLink
 
 BOSS = 0
 REPORT_S = 2.0
+WAIT_S = 60.0
+"""The longest single wait; of longer ones there are several."""
 COMPUTING = ("forward", "backward", "update")
 DATA_TAGS = ("forward ", "backward ", "input ", "gradient ", "target ", "drained ")
 
@@ -91,9 +93,9 @@ class Hand:
                 except PeerLost as lost:
                     if self._boss_is_gone():
                         return str(lost)
-                    self._tell(lost)
+                    self._give_way(lost)
                 except Exception as error:
-                    self._tell(error)
+                    self._give_way(error)
         except PeerLost as lost:  # while it was told of something, or while it recovered
             return str(lost)
         finally:
@@ -121,7 +123,7 @@ class Hand:
             case TrainStep():
                 self._train_step(order, tensors)
             case ZeroGrad():
-                self.stage.module.zero_grad()
+                self._zero_grad(order)
             case Step():
                 self._take_step(order)
             case Norms():
@@ -131,7 +133,9 @@ class Hand:
                     if parameter.grad is not None:
                         parameter.grad.mul_(tensors.to(self._device))
             case State():
-                self._send(dict(self.stage.module.state_dict()), f"state {order.call}")
+                # Not later: the next order may change what is being sent.
+                state = dict(self.stage.module.state_dict())
+                self._link.send(state, BOSS, f"state {order.call}")
             case Times():
                 seconds = self._timeline.seconds
                 busy = sum(seconds.get(kind, 0.0) for kind in COMPUTING)
@@ -171,6 +175,7 @@ class Hand:
             raise ModelError(f"torch.optim has no optimizer {order.name!r}")
         trainable = [p for p in self.stage.module.parameters() if p.requires_grad]
         self._optimizer = kind(trainable or [nn.Parameter(torch.empty(0))], **order.options)
+        self._step = 0
 
     def _take_step(self, order: Step) -> None:
         if self._optimizer is None:
@@ -185,7 +190,7 @@ class Hand:
 
     def _forward(self, order: Forward) -> None:
         self._forget(order.forget)
-        self.stage.module.train(order.training)
+        self._set_mode(order.training)
         schedule = forward_only(self.stage.routes.num_stages, order.num_parts)
 
         def finish(number: int, output: Tree) -> None:
@@ -211,7 +216,12 @@ class Hand:
 
         return feed
 
+    def _zero_grad(self, order: ZeroGrad) -> None:
+        self.stage.module.zero_grad(order.set_to_none)
+
     def _backward(self, order: Backward) -> None:
+        if order.zero_grad is not None:
+            self._zero_grad(order.zero_grad)
         schedule = backward_only(self.stage.routes.num_stages, order.num_parts)
 
         def begin(number: int) -> Roots:
@@ -226,11 +236,12 @@ class Hand:
                 [leaf.grad for leaf in self._input_leaves.pop((order.call, number))]
                 for number in range(order.num_parts)
             ]
+        if self.stage.number == 0 and order.wants_inputs:
             self._send(gradients, f"input gradient {order.call}")
 
     def _train_step(self, order: TrainStep, tensors: Tree) -> None:
         self._forget(order.forget)
-        self.stage.module.train()
+        self._set_mode(order.training)
         stages = self.stage.routes.num_stages
         schedule = make_schedule(order.schedule, stages, len(order.weights))
         if order.loss is not None and self.stage.is_last:
@@ -254,6 +265,10 @@ class Hand:
         if self.stage.is_last:
             self._send(total, f"loss {order.call}")
 
+    def _set_mode(self, training: bool | None) -> None:
+        if training is not None:
+            self.stage.module.train(training)
+
     def _run(self, schedule: Schedule, call: int, **how: Any) -> None:
         assert self._runner is not None
         self._runner.run(schedule, call=call, **how)
@@ -270,10 +285,10 @@ class Hand:
     def _wait(self, job: ReceiveJob, limit_s: float | None = None) -> Tree:
         """For a message; not longer than the boss wants it."""
         limit_s = self._link.timeout_s if limit_s is None else limit_s
-        while not self._link.wait_any([job, self._abort], min(limit_s, 60.0)):
-            if limit_s <= 60.0:
+        while not self._link.wait_any([job, self._abort], min(limit_s, WAIT_S)):
+            if limit_s <= WAIT_S:
                 break
-            limit_s -= 60.0
+            limit_s -= WAIT_S
         if self._abort.is_over:
             self._link.give_up(job)
             self._abort.wait(0)  # raises, where the boss is gone
@@ -283,7 +298,8 @@ class Hand:
     def _send(self, tree: Tree, tag: str) -> None:
         self._link.isend(tree, BOSS, tag)
 
-    def _tell(self, error: Exception) -> None:
+    def _give_way(self, error: Exception) -> None:
+        """Tell the boss, and do nothing more of what it ordered: others will not do it either."""
         trouble = Trouble(
             kind=type(error).__name__,
             text=str(error),
@@ -291,6 +307,9 @@ class Hand:
             is_consequence=isinstance(error, PeerLost),
         )
         self._send(msgspec.to_builtins(trouble), "trouble")
+        while not self._link.wait_any([self._abort], WAIT_S):
+            continue
+        self._recover()
 
     def _recover(self) -> None:
         """Drop what was under way here, and wait until nobody sends any of it any more."""
@@ -318,8 +337,9 @@ class Hand:
         """Tell the boss now and then that we are here, also while the stage computes."""
         process = psutil.Process()
         while not self._is_over.wait(REPORT_S):
+            kept = 0 if self._stage is None else self._stage.num_kept
             try:
-                self._send([process.memory_info().rss, self._step], "report")
+                self._send([process.memory_info().rss, self._step, kept], "report")
             except (PeerLost, WireError):
                 return  # whoever works notices too
 

@@ -35,7 +35,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._sent = self._options()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._order(ZeroGrad())
+        self._order(ZeroGrad(set_to_none=set_to_none))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """On the workers, with the options of now."""

@@ -49,9 +49,16 @@ class Forward(_Order, frozen=True, tag="forward"):
     num_parts: int
     keep: bool
     """For a backward pass."""
-    training: bool
+    training: bool | None
+    """None: every module is as it came."""
     forget: list[int]
     """Calls whose backward pass will never come."""
+
+
+class ZeroGrad(_Order, frozen=True, tag="zero_grad"):
+    """Gradients begin anew."""
+
+    set_to_none: bool = True
 
 
 class Backward(_Order, frozen=True, tag="backward"):
@@ -59,6 +66,10 @@ class Backward(_Order, frozen=True, tag="backward"):
 
     call: int
     num_parts: int
+    wants_inputs: bool
+    """Whether the boss waits for the gradients of the inputs."""
+    zero_grad: ZeroGrad | None = None
+    """Before that: this."""
 
 
 class TrainStep(_Order, frozen=True, tag="train_step"):
@@ -66,15 +77,12 @@ class TrainStep(_Order, frozen=True, tag="train_step"):
 
     call: int
     schedule: str
+    training: bool | None
     weights: list[float]
     """How much the loss of each micro-batch counts."""
     loss: bytes | None
     """As data, where it is another than before; tensors: those that it has."""
     forget: list[int]
-
-
-class ZeroGrad(_Order, frozen=True, tag="zero_grad"):
-    """Gradients begin anew."""
 
 
 class Step(_Order, frozen=True, tag="step"):
@@ -146,6 +154,6 @@ def read_order(message: Tree) -> tuple[Order, Tree]:
         raise WireError("what came is no order")
     try:
         order: Order = msgspec.convert(message[0], Order)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, AttributeError, TypeError) as error:  # a tensor for a dict
         raise WireError(f"what came is no order: {error}") from error
     return order, message[1]

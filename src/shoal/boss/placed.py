@@ -6,20 +6,22 @@ loss.backward()                  its gradient goes to the last worker, and backw
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from shoal.boss.desk import Desk
 from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
-from shoal.wire.tree import Path, Tree, detached, tensors_of, with_tensors
+from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 Prepare = Callable[[dict[str, Tree] | None], None]
 
@@ -39,15 +41,38 @@ class PlacedModel(nn.Module):
         """inputs: each as a value of the graph, and as `forward` calls it. names: of the state."""
         super().__init__()
         self.num_parameters = num_parameters
-        self._desk = desk
+        self.stray: dict[str, torch.Tensor] = {}
+        """What belongs to the state, though no step uses it."""
+        self._at: Desk | None = desk
         self._inputs = list(inputs)
         self._names = list(names)
         self._microbatches = microbatches
         self._prepare = prepare
+        self.mode: bool | None = None
+        """What train() or eval() has said; None: every module is as it came."""
         self._num_calls = 0
+        self._in_use: set[int] = set()
+        """Numbers of calls that workers may keep something for."""
         self._forgotten: deque[int] = deque()
         self._origin = torch.zeros((), requires_grad=True)
         """What outputs depend on here, so that autograd comes to us."""
+
+    def train(self, mode: bool = True) -> Self:
+        self.mode = mode
+        return super().train(mode)
+
+    @property
+    def _desk(self) -> Desk:
+        if self._at is None:
+            raise ModelError(
+                "another model has been placed since: the workers have that one now. Place this "
+                "one again, or use another boss for it."
+            )
+        return self._at
+
+    def leave(self) -> None:
+        """The workers have another model."""
+        self._at = None
 
     # -- forward and backward ----------------------------------------------------------------------
 
@@ -61,7 +86,7 @@ class PlacedModel(nn.Module):
                 call=call.number,
                 num_parts=len(call.parts),
                 keep=keep,
-                training=self.training,
+                training=self.mode,
                 forget=self.take_forgotten(),
             )
         )
@@ -78,15 +103,21 @@ class PlacedModel(nn.Module):
             self._forgotten.append(call.number)
             return output
         wanting = [t for t in tensors_of(named).values() if t.requires_grad]
+        call.wants_inputs = bool(wanting)
         made = _Remote.apply(  # type: ignore[no-untyped-call]
             call, len(wanted), self._origin, *(tensors[p] for p in wanted), *wanting
         )
         return with_tensors(output, {**tensors, **dict(zip(wanted, made, strict=True))})
 
     def begin(self, named: dict[str, Tree]) -> Call:
-        """A new call, with its micro-batches."""
-        self._num_calls += 1
-        return Call(self, self._num_calls, self.parts(named))
+        """A new call, with its micro-batches.
+
+        Numbers are used again: tags of messages recur with them, which makes messages cheaper.
+        """
+        parts = self.parts(named)
+        number = next(n for n in itertools.count() if n not in self._in_use)
+        self._in_use.add(number)
+        return Call(self, number, parts)
 
     def parts(self, named: dict[str, Tree]) -> list[Share]:
         """The micro-batches of a batch. A batch that stays whole need not have samples."""
@@ -104,7 +135,9 @@ class PlacedModel(nn.Module):
 
     def take_forgotten(self) -> list[int]:
         """Calls that nobody can go backward from any more."""
-        return [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        self._in_use -= set(forgotten)
+        return forgotten
 
     def named(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> dict[str, Tree]:
         """Inputs by the names of the graph."""
@@ -128,6 +161,7 @@ class PlacedModel(nn.Module):
         """Gathered from the workers; loads into a plain model."""
         self._prepare(None)
         state = self._united(self.ask_all("state", lambda call: State(call=call)))
+        state |= {name: tensor.clone() for name, tensor in self.stray.items()}
         return {name: state[name] for name in self._names if name in state}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -137,9 +171,21 @@ class PlacedModel(nn.Module):
             raise ModelError(f"state_dict: missing {missing}, not of this model {unexpected}.")
         self._prepare(None)
         owned = self.ask_all("state", lambda call: State(call=call))
-        self._desk.order(
-            Load(), [{name: state_dict.get(name, mine[name]) for name in mine} for mine in owned]
+        mine = self._united([*owned, self.stray])
+        if faults := [
+            f"state_dict: {name} is {tuple(mine[name].shape)} in this model, and came as "
+            f"{tuple(state_dict[name].shape)}."
+            for name in mine
+            if name in state_dict and state_dict[name].shape != mine[name].shape
+        ]:
+            raise ModelError(faults)
+        # Waits until all has gone: the caller's tensors may change after this.
+        self._desk.order_each(
+            [Load()] * len(owned),
+            [{name: state_dict.get(name, part[name]) for name in part} for part in owned],
         )
+        for name, tensor in self.stray.items():
+            tensor.copy_(state_dict.get(name, tensor))
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -169,7 +215,10 @@ class Call:
         self.model = model
         self.number = number
         self.parts = parts
+        self.wants_inputs = False
+        """Whether gradients of inputs are waited for."""
         self._is_over = False
+        self._num_aborts = model._desk.num_aborts
         self._forget = weakref.finalize(self, model._forgotten.append, number)
         self._forget.atexit = False
 
@@ -180,19 +229,28 @@ class Call:
                 "backward() a second time through the same forward pass: the workers have freed "
                 "what it needed. Call the model again."
             )
+        desk = self.model._desk
+        if self._num_aborts != desk.num_aborts:
+            raise RuntimeError(
+                "backward() through a forward pass from before an error on a worker: the workers "
+                "have dropped what it needed. Call the model again."
+            )
         self._is_over = True
         self._forget.detach()
-        desk = self.model._desk
-        desk.order(Backward(call=self.number, num_parts=len(self.parts)))
-        by_path: dict[Path, torch.Tensor] = {
-            (i,): g for i, g in enumerate(gradients) if g is not None
-        }
+        self.model._in_use.discard(self.number)
+        desk.order(
+            Backward(call=self.number, num_parts=len(self.parts), wants_inputs=self.wants_inputs)
+        )
+        # Nobody waits for it, where no gradients come back: a copy, since the caller may go on.
+        given = [g if g is None or self.wants_inputs else g.clone() for g in gradients]
         for number, part in enumerate(self.parts):
-            cut = list(gradients)
-            for (index,), gradient in by_path.items():
-                whole = len(self.parts) == 1 or not gradient.dim()
-                cut[index] = gradient if whole else gradient[part.start : part.stop]
+            whole = len(self.parts) == 1
+            cut = [
+                g if g is None or whole or not g.dim() else g[part.start : part.stop] for g in given
+            ]
             desk.send(cut, desk.ranks[-1], f"gradient {self.number} {number}")
+        if not self.wants_inputs:
+            return []
         received = desk.recv(1, f"input gradient {self.number}")
         return [_joined(of_input) for of_input in zip(*received, strict=True)]
 
@@ -201,6 +259,8 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     present = [part for part in parts if part is not None]
     if len(parts) == 1 or not present:
         return parts[0]
+    if not present[0].dim():  # a number, which every micro-batch had
+        return torch.stack(present).sum()
     return torch.cat(present)
 
 
@@ -216,6 +276,7 @@ class _Remote(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         of_inputs = ctx.call.backward(gradients)
         return (None, None, None, *[None] * ctx.count, *of_inputs)

@@ -5,6 +5,7 @@ Pure but for the clock: it is told of calls and gives answers; sockets are elsew
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Reception:
         self._status = status
         self._clock = clock
         self._applicants: dict[bytes, Applicant] = {}
-        self._round = 0
+        self._round = secrets.randbits(40)  # a worker may have an offer of the boss before this one
         self._is_open = True
         self.turned_away: dict[str, str] = {}
         """By who it was: why somebody could not be taken."""
@@ -83,7 +84,7 @@ class Reception:
             known.heard_at = self._clock()
             if known.rank:  # it has not heard yet that it is hired
                 return self._offer(known) if known.card is None else None
-            return Wait(self.missing)
+            return Wait(self.missing) if self._is_open else self._full()
         if (application.shoal, application.torch) != self._versions:
             reason = (
                 f"it has shoal {application.shoal} and torch {application.torch}, the boss has "
@@ -92,13 +93,16 @@ class Reception:
             self.turned_away[application.who] = reason
             return Full(reason)
         if not self._is_open:
-            own = self._status()
-            return Full(
-                f"the boss {own.script} (pid {own.pid} of {own.user} on {own.host}) has the "
-                f"{self.wanted} workers it wants"
-            )
+            return self._full()
         self._applicants[caller] = Applicant(caller, application, self._clock())
         return Wait(self.missing)
+
+    def _full(self) -> Full:
+        own = self._status()
+        return Full(
+            f"the boss {own.script} (pid {own.pid} of {own.user} on {own.host}) has the "
+            f"{self.wanted} workers it wants"
+        )
 
     def _take_card(self, caller: bytes, ready: Ready) -> None:
         known = self._applicants.get(caller)

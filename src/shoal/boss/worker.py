@@ -8,6 +8,7 @@ import torch
 
 from shoal.boss.applying import Employer, apply
 from shoal.boss.hand import Hand
+from shoal.errors import PeerLost, WireError
 from shoal.pipeline.known import Allowed
 from shoal.wire.link import HASTE_S
 
@@ -26,7 +27,13 @@ def serve(
     notify: is told whom we wait for. tell: what happens.
     """
     while True:
-        contract = apply(employer, str(device), notify)
+        try:
+            contract = apply(employer, str(device), notify)
+        except (WireError, PeerLost) as error:  # others of this boss's, or it, did not come through
+            tell(f"could not work for the boss at {employer.endpoint}: {error}")
+            if once:
+                raise
+            continue
         boss = contract.names[0]
         tell(f"works for {boss} as worker {contract.link.rank} of {contract.link.size - 1}")
         try:
