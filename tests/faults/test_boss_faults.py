@@ -5,6 +5,7 @@ Workers are shared by the tests; those that do not survive one are replaced.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import random
@@ -199,21 +200,6 @@ def test_an_exception_on_a_worker_reaches_the_script(boss: Boss, name: str) -> N
         works(boss)
 
 
-def test_a_step_that_failed_has_moved_nothing(boss: Boss) -> None:
-    """The worker that failed went on with the update that was ordered behind, with what gradients
-    it had; the others did not."""
-    model = boss.place(row_of_layers(2), cuts=["1"], microbatches=4)
-    boss.optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.1)
-    before = model.state_dict()
-    for _ in range(3):
-        with pytest.raises(shoal.WorkerError, match="out of bounds"):
-            boss.train_step(rows(), torch.tensor([0, 1, 2, 99]), loss=F.cross_entropy)
-    after = model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    boss.train_step(rows(), torch.tensor([0, 1, 2, 3]), loss=F.cross_entropy)
-    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
-
-
 @contextmanager
 def frozen_for(boss: Boss, seconds: float) -> Iterator[None]:
     """All workers, so that orders are waiting for them when they go on."""
@@ -231,6 +217,20 @@ def frozen_for(boss: Boss, seconds: float) -> Iterator[None]:
         yield
     finally:
         later.join()
+
+
+def test_a_step_that_failed_has_moved_nothing(boss: Boss) -> None:
+    """The worker that failed went on with the update that was ordered behind, with what gradients
+    it had; the others did not."""
+    model = boss.place(row_of_layers(2), cuts=["1"], microbatches=4)
+    boss.optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    before = model.state_dict()
+    with frozen_for(boss, 0.3), pytest.raises(shoal.WorkerError, match="out of bounds"):
+        boss.train_step(rows(), torch.tensor([0, 1, 2, 99]), loss=F.cross_entropy)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    boss.train_step(rows(), torch.tensor([0, 1, 2, 3]), loss=F.cross_entropy)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
 
 
 def test_a_loss_that_did_not_arrive_is_not_taken_for_known(boss: Boss) -> None:
@@ -410,6 +410,22 @@ def test_a_boss_that_waits_says_for_whom_and_how_long(office: Office) -> None:
     assert f"waiting for 2 of 2 workers at {alone.listen}" in told[-2]
     assert "turned away: old, pid 7 (it has shoal 0.0 and torch 0.0" in told[-2]
     assert told[-1] == ""
+
+
+def test_nobody_waits_for_workers_any_more_where_await_was_cancelled() -> None:
+    """As Ctrl-C does it: the thread that waited for them waited for ever, and the program too."""
+    alone = Office(Path())
+
+    async def wait() -> None:
+        waiting = shoal.AsyncBoss.setup_host(1, alone.listen, notify=quiet)
+        await asyncio.wait_for(waiting, timeout=0.7)
+
+    begun = time.monotonic()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(wait())  # which ends when all threads have
+    assert time.monotonic() < begun + 0.7 + PROMPT_S
+    with pytest.raises(shoal.MeetingError, match="That was long enough"):
+        alone.make_boss(1, wait_s=0.5)  # at the same port
 
 
 def test_more_workers_than_are_wanted_wait_for_the_next_boss(office: Office, own_boss) -> None:

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 BOSS = "10.77.0.1:1024"
 SCRIPT = """
-import copy, torch, shoal
+import copy, pathlib, sys, time
+import torch, shoal
 from torch import nn
 
 with shoal.Boss("tcp://0.0.0.0:1024", 2, wait_s=60, timeout_s=30) as boss:
@@ -30,6 +31,8 @@ with shoal.Boss("tcp://0.0.0.0:1024", 2, wait_s=60, timeout_s=30) as boss:
     state = model.state_dict()
     print("same", all(torch.equal(state[n], t) for n, t in plain.state_dict().items()), flush=True)
     print("on", *sorted(worker.host for worker in boss.status().workers), flush=True)
+    while not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.05)
 """
 
 Begin = Callable[..., Running]
@@ -60,14 +63,15 @@ def worker(*options: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> tuple[str, str]:
+def script(tmp_path: Path) -> tuple[str, ...]:
+    """Trains, and ends when there is a file "enough"."""
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    return SHOAL[0], str(file)
+    return SHOAL[0], str(file), str(tmp_path / "enough")
 
 
 def test_beyond_loopback_neither_goes_without_keys(
-    begin: Begin, hosts: tuple[Host, Host], script: tuple[str, str]
+    begin: Begin, hosts: tuple[Host, Host], script: tuple[str, ...]
 ) -> None:
     """And both say what to do."""
     runs = [begin(hosts[0], "laptop", *script), begin(hosts[1], "desktop", *worker())]
@@ -79,7 +83,7 @@ def test_beyond_loopback_neither_goes_without_keys(
 
 
 def test_only_who_is_authorized_comes_in(
-    begin: Begin, hosts: tuple[Host, Host], script: tuple[str, str], tmp_path: Path
+    begin: Begin, hosts: tuple[Host, Host], script: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Two workers, one on each host, train; a third is not authorized, a fourth pins another boss:
     both wait for ever, and are told why. The boss tells of each in one line."""
@@ -95,13 +99,14 @@ def test_only_who_is_authorized_comes_in(
     boss = begin(laptop, "laptop", *script)
     stranger = begin(desktop, "stranger", *worker())
     mistaken = begin(desktop, "desktop", *worker("--boss-key", lines["stranger"].split()[0]))
-    for refused in (stranger, mistaken):
-        refused.until_says("it refused this host's key, or has another key than the one given")
-    assert boss.process.poll() is None
     good = [
         begin(laptop, "laptop", *worker("--boss-key", own)),
         begin(desktop, "desktop", *worker()),
     ]
+    boss.until_says("on desktop laptop")
+    for refused in (stranger, mistaken):
+        refused.until_says("it refused this host's key, or has another key than the one given")
+    (tmp_path / "enough").touch()
     assert boss.end() == 0, boss.said
     assert boss.out.splitlines() == ["same True", "on desktop laptop"]
     told = [line for line in boss.err.splitlines() if "refused a caller" in line]

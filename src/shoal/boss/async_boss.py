@@ -15,7 +15,6 @@ to do meanwhile.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,12 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
-from shoal.boss.boss import Boss
+from shoal.boss.boss import Boss, on_terminal
 from shoal.boss.calls import Status
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.placed import PlacedModel
 from shoal.errors import MeetingError, ModelError
 from shoal.pipeline.build import Model
-from shoal.report.waiting import waiting_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +51,7 @@ class AsyncBoss:
         cls, num_workers: int, listen: str = "tcp://127.0.0.1:1024", **options: Any
     ) -> Boss:
         """Wait for so many workers. options: those of `Boss`."""
-        show = options.pop("notify", None) or waiting_line(sys.stderr)
+        show = options.pop("notify", None) or on_terminal()
         is_cancelled = threading.Event()
 
         def notify(text: str) -> None:

@@ -103,7 +103,7 @@ class Boss:
                 ),
                 self.status,
                 wait_s=wait_s,
-                notify=notify or waiting_line(sys.stderr),
+                notify=notify or on_terminal(),
             )
         except BaseException:
             self._interrupts.__exit__(None, None, None)
@@ -356,6 +356,11 @@ class Boss:
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def on_terminal() -> Callable[[str], None]:
+    """The line that says whom a boss waits for."""
+    return waiting_line(sys.stderr)
 
 
 def _made(model: Model | str, init: str, seed: int) -> nn.Module:
