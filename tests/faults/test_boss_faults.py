@@ -6,6 +6,7 @@ Workers are shared by the tests; those that do not survive one are replaced.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import os
 import random
@@ -14,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,47 @@ def test_a_loss_that_did_not_arrive_is_not_taken_for_known(boss: Boss) -> None:
     assert boss.train_step(rows(), rows() + 5, loss=F.l1_loss).item() == expected.item()
 
 
+def test_what_is_told_behind_an_order_that_fails_is_not_lost(boss: Boss) -> None:
+    """Workers drop it, so it is told again, or the script hears of it: a learning rate was the old
+    one from then on, and a model or an optimizer the one before."""
+    plain = row_of_layers(2)
+    model = boss.place(copy.deepcopy(plain), cuts=["1"])
+    optimizer = boss.optimizer(torch.optim.SGD, lr=0.5)
+
+    def fail() -> None:
+        """Which is heard of later, since all are frozen."""
+        optimizer.param_groups[0]["lr"] = "much"
+        model(rows()).sum().backward()
+        frozen.enter_context(frozen_for(boss, 0.3))
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+
+    with ExitStack() as frozen:
+        fail()
+        optimizer.step()
+        with pytest.raises(shoal.WorkerError, match="TypeError"):
+            model.state_dict()
+    optimizer.step()
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(rows()).sum().backward()
+    alone.step()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    with ExitStack() as frozen:
+        fail()
+        with pytest.raises(shoal.WorkerError, match="TypeError"):
+            boss.optimizer(torch.optim.SGD, lr=0.5)
+    with ExitStack() as frozen:
+        fail()
+        with pytest.raises(shoal.WorkerError, match="TypeError"):
+            boss.place(row_of_layers(2), cuts=["1"])
+    with pytest.raises(shoal.WorkerError, match="--allow boss_layers_strange"):
+        boss.place(picky("boss_layers_strange"), cuts=["2"])
+    with pytest.raises(shoal.ModelError, match="another model has been placed since"):
+        model(rows())
+    works(boss)
+
+
 def test_backward_from_before_an_error(boss: Boss) -> None:
     """Workers have dropped what it needs; they say so, and not KeyError."""
     model = boss.place(row_of_layers(2), cuts=["1"])
@@ -279,9 +321,8 @@ def test_a_class_that_is_allowed_and_the_same(boss: Boss) -> None:
 def test_a_class_that_is_not_allowed_or_not_the_same(
     boss: Boss, module: str, words: list[str]
 ) -> None:
-    model = boss.place(picky(module), cuts=["2"])
     with pytest.raises(shoal.WorkerError) as caught:
-        model(rows())
+        boss.place(picky(module), cuts=["2"])
     assert caught.value.worker == name_of(boss, 2)
     assert caught.value.kind == "ModelError"
     for each in words:

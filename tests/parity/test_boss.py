@@ -614,15 +614,20 @@ def test_weights_that_the_workers_make(boss: Boss, given: str) -> None:
     assert_same(model, alone)
 
 
-def test_the_boss_never_has_what_the_workers_make(boss: Boss) -> None:
+def test_the_boss_never_has_what_the_workers_make(
+    boss: Boss, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it send any of it."""
     sent: list[Any] = []
-    ordered = boss.desk.order_each
-    boss.desk.order_each = lambda o, t: (sent.extend(t), ordered(o, t))[1]  # type: ignore[method-assign]
-    try:
+    tell = boss.desk.order_each
+
+    def told(orders: Any, tensors: Any) -> None:
+        sent.extend(tensors or [])
+        tell(orders, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(boss.desk, "order_each", told)
         boss.place("pipeline_nets:sequential", cuts=SEQUENTIAL_CUTS, init="remote")
-    finally:
-        del boss.desk.order_each  # type: ignore[method-assign]
     assert sent == [{}] * STAGES
     with pytest.raises(shoal.SettingsError, match="this one is made already"):
         boss.place(sequential(), init="remote")

@@ -210,13 +210,21 @@ class Boss:
             tensors.append(held)
             self.parameters[stage] = sum(p.numel() for p in pair[0].parameters())
         self.desk.order_each(orders, tensors)
-        self.modules = [modules_in(graph, routes.units_of(s)) for s in range(self._wanted)]
-        self._routes = routes
-        self.model.stray = self._strays(graph.model, used)
-        self._graph = None  # and with it the weights
         for order in self._pending:
             self.desk.order(order)
+        self._settle()
+        self.modules = [modules_in(graph, routes.units_of(s)) for s in range(self._wanted)]
+        self.model.stray = self._strays(graph.model, used)
+        self._routes = routes
+        self._graph = None  # and with it the weights
         self._pending = []
+
+    def _settle(self) -> None:
+        """Wait until the workers have done what they were told, and hear of what went wrong.
+
+        Else an error on one of them, in whatever came before, would have all drop it.
+        """
+        self.model.ask_all("times", lambda call: Times(call=call))
 
     def _strays(self, made: nn.Module, used: set[str]) -> dict[str, torch.Tensor]:
         """What belongs to the model's state, though no step uses it: it stays here."""
@@ -243,8 +251,11 @@ class Boss:
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PlacedOptimizer:
         """Of torch.optim; on every worker one for its own parameters."""
-        self._optimizer = PlacedOptimizer(self._order, kind, options)
-        return self._optimizer
+        made = PlacedOptimizer(self._order, kind, options, lambda: self.desk.num_aborts)
+        if self._routes is not None:
+            self._settle()
+        self._optimizer = made
+        return made
 
     def train_step(
         self,

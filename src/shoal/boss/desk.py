@@ -123,7 +123,9 @@ class Desk:
             self.link.isend([self.num_aborts, self._num_orders], rank, "abort")
         for rank in self.ranks:
             self.link.recv(rank, f"recovered {self.num_aborts}")
-        self.link.discard("trouble", "output ", "input gradient ", "loss ", "norms ", "state ")
+        self.link.discard(
+            "trouble", "output ", "input gradient ", "loss ", "norms ", "state ", "times "
+        )
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
 
     # -- in between --------------------------------------------------------------------------------

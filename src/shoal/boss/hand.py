@@ -151,6 +151,7 @@ class Hand:
         return self._stage
 
     def _place(self, order: Place, tensors: Tree) -> None:
+        self._stage = self._optimizer = None  # whatever happens, the one before is not wanted
         ports = [[Port(value, source) for value, source in each] for each in order.ports]
         routes = Routes(order.cuts, ports, order.num_units)
         module = from_data(unpack(order.module), self._allowed)
@@ -165,7 +166,6 @@ class Hand:
         )
         ranks = range(1, routes.num_stages + 1)
         self._runner = Runner(self._stage, self._link, ranks, self._timeline, self._wait)
-        self._optimizer = None
         self._input_leaves.clear()
         self._outputs.clear()
 

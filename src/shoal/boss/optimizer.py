@@ -21,7 +21,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         order: Callable[[Order], None],
         kind: type[torch.optim.Optimizer],
         options: dict[str, Any],
+        num_aborts: Callable[[], int],
     ) -> None:
+        """num_aborts: how often workers have dropped orders, which may have been of ours."""
         if getattr(torch.optim, kind.__name__, None) is not kind:
             raise ModelError(
                 f"{kind.__module__}.{kind.__name__}: workers know the optimizers of torch.optim."
@@ -31,8 +33,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         super().__init__([torch.nn.Parameter(torch.zeros(()))], dict(sample.defaults))
         self.num_steps = 0
         self._order = order
+        self._num_aborts = num_aborts
         order(MakeOptimizer(name=kind.__name__, options=_plain(options)))
-        self._sent = self._options()
+        self._sent = num_aborts(), self._options()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._order(ZeroGrad(set_to_none=set_to_none))
@@ -41,9 +44,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """On the workers, with the options of now."""
         if closure is not None:
             raise ModelError("a closure would be called on the workers: call the model yourself.")
-        options = self._options()
-        self._order(Step(groups=None if options == self._sent else [options]))
-        self._sent = options
+        sending = self._num_aborts(), self._options()
+        self._order(Step(groups=None if sending == self._sent else [sending[1]]))
+        self._sent = sending
         self.num_steps += 1
 
     def _options(self) -> dict[str, Any]:

@@ -70,6 +70,11 @@ class PlacedModel(nn.Module):
             )
         return self._at
 
+    def _be_ready(self, named: dict[str, Tree] | None) -> None:
+        """The workers have the stages of this model; named: inputs to choose the cuts with."""
+        _ = self._desk  # raises, where another model has come
+        self._prepare(named)
+
     def leave(self) -> None:
         """The workers have another model."""
         self._at = None
@@ -78,7 +83,7 @@ class PlacedModel(nn.Module):
 
     def forward(self, *args: Tree, **kwargs: Tree) -> Tree:
         named = self.named(args, kwargs)
-        self._prepare(detached(named))
+        self._be_ready(detached(named))
         keep = torch.is_grad_enabled()
         call = self.begin(named)
         self._desk.order(
@@ -159,7 +164,7 @@ class PlacedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Gathered from the workers; loads into a plain model."""
-        self._prepare(None)
+        self._be_ready(None)
         state = self._united(self.ask_all("state", lambda call: State(call=call)))
         state |= {name: tensor.clone() for name, tensor in self.stray.items()}
         return {name: state[name] for name in self._names if name in state}
@@ -169,7 +174,7 @@ class PlacedModel(nn.Module):
         unexpected = [name for name in state_dict if name not in self._names]
         if strict and (missing or unexpected):
             raise ModelError(f"state_dict: missing {missing}, not of this model {unexpected}.")
-        self._prepare(None)
+        self._be_ready(None)
         owned = self.ask_all("state", lambda call: State(call=call))
         mine = self._united([*owned, self.stray])
         if faults := [

@@ -100,8 +100,8 @@ class Reception:
     def _full(self) -> Full:
         own = self._status()
         return Full(
-            f"the boss {own.script} (pid {own.pid} of {own.user} on {own.host}) has the "
-            f"{self.wanted} workers it wants"
+            f"the boss {own.script} (pid {own.pid} of {own.user} on {own.host}) has all the "
+            f"workers it wants ({self.wanted})"
         )
 
     def _take_card(self, caller: bytes, ready: Ready) -> None:
