@@ -472,7 +472,7 @@ def test_nobody_waits_for_workers_any_more_where_await_was_cancelled() -> None:
 def test_more_workers_than_are_wanted_wait_for_the_next_boss(office: Office, own_boss) -> None:
     boss = own_boss(2)
     (more,) = office.start()
-    more.until_says("has the 2 workers it wants")
+    more.until_says("has all the workers it wants (2)")
     assert f"(pid {os.getpid()} of " in more.err
     works(boss)
     boss.close()

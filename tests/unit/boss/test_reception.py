@@ -196,7 +196,7 @@ def test_more_than_are_wanted_are_told_who_has_the_others(desk: Desk, came_befor
     for _ in range(3):
         answer = desk.apply("carl")
         assert isinstance(answer, Full)
-        assert "train.py (pid 7 of ann on laptop) has the 2 workers it wants" in answer.reason
+        assert "train.py (pid 7 of ann on laptop) has all the workers it wants (2)" in answer.reason
         desk.now += SILENCE_S - 1
 
 
