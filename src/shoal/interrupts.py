@@ -19,6 +19,8 @@ from types import FrameType
 from shoal.errors import EXIT_INTERRUPTED
 
 GRACE_S = 0.4
+HANDLED = b"\0"
+"""Beside the numbers of signals: that Python has come to handle one."""
 
 
 @contextmanager
@@ -35,10 +37,9 @@ def prompt_interrupts(grace_s: float = GRACE_S) -> Iterator[None]:
         yield
         return
 
-    reached_python = threading.Event()
-
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        reached_python.set()
+        with suppress(OSError):
+            ours.send(HANDLED)
         raise KeyboardInterrupt
 
     ours, theirs = socket.socketpair()
@@ -52,12 +53,19 @@ def prompt_interrupts(grace_s: float = GRACE_S) -> Iterator[None]:
         return
 
     def watch() -> None:
-        while received := theirs.recv(4096):
-            if signal.SIGINT not in received:
-                continue
-            if not reached_python.wait(grace_s):
+        # Two may be read at once: what counts is whether Python was reached after the last one.
+        is_waiting = False
+        while True:
+            theirs.settimeout(grace_s if is_waiting else None)
+            try:
+                received = theirs.recv(4096)
+            except TimeoutError:
                 os._exit(EXIT_INTERRUPTED)
-            reached_python.clear()  # a second Ctrl-C may find us in C again, cleaning up
+            if not received:
+                return
+            for byte in received:
+                if byte in (signal.SIGINT, HANDLED[0]):
+                    is_waiting = byte == signal.SIGINT
 
     watcher = threading.Thread(target=watch, name="shoal-interrupts", daemon=True)
     watcher.start()

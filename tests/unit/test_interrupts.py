@@ -124,6 +124,37 @@ def test_work_after_a_caught_ctrl_c_is_not_cut_short() -> None:
         assert process.returncode == 0
 
 
+def test_two_that_are_read_at_once_are_two() -> None:
+    """The second came, and found the main thread in C, before the watcher had read of the first."""
+    text = (
+        BLOCKED_IN_C
+        + """
+import time, shoal.interrupts
+class Late(threading.Thread):
+    def run(self):
+        if self.name == "shoal-interrupts":
+            go.wait()
+        super().run()
+go = threading.Event()
+shoal.interrupts.threading.Thread = Late
+with prompt_interrupts():
+    try:
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
+    finally:
+        threading.Timer(0.5, go.set).start()
+        block()
+"""
+    )
+    with program(text) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert interrupt(process) == ("", "")
+        assert process.returncode == 130
+
+
 def test_a_second_ctrl_c_ends_a_cleanup_that_is_stuck_in_c() -> None:
     """The watcher used to be satisfied for ever by the first one."""
     text = (
