@@ -728,7 +728,7 @@ def test_32_workers_join_train_and_leave(start, tmp_path: Path) -> None:
             optimizer.step()
             boss.train_step(rows(8), rows(8), loss=F.mse_loss)
         until(lambda: [w.step for w in boss.status().workers] == [10] * MANY, "all have told")
-        time.sleep(0.5)
+        time.sleep(0.5)  # the script does something else, and reports of all of them pile up
         asked = CliRunner().invoke(app, ["status", f"127.0.0.1:{other.port}"])
         assert asked.exit_code == 0, asked.exception
         assert f"{MANY} of {MANY} workers" in asked.output

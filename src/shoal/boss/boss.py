@@ -37,7 +37,7 @@ from shoal.pipeline.build import Model, as_module, check_stages, materialise
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.portable import pack, to_data
-from shoal.pipeline.profile import choose_cuts
+from shoal.pipeline.profile import choose_cuts_of_batch
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.schedule import make_schedule
 from shoal.pipeline.split import stage_module, values_made
@@ -176,12 +176,9 @@ class Boss:
     def _choose(self, named: dict[str, Tree]) -> list[int]:
         assert self._graph is not None
         parts = self.model.parts(named)
-        largest = max(range(len(parts)), key=lambda number: parts[number].size)
-        weights = [part.size / parts[largest].size for part in parts]
         name = "gpipe" if len(parts) > 1 else "sequential"
         schedule = make_schedule(name, self._wanted, len(parts))
-        example = micro_batches.split(named, parts)[largest]
-        return choose_cuts(self._graph, example, self._wanted, ASSUMED, schedule, weights)
+        return choose_cuts_of_batch(self._graph, named, parts, ASSUMED, schedule)
 
     def _spread(self, cuts: list[int]) -> None:
         graph = self._graph

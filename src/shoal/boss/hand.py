@@ -51,7 +51,6 @@ BOSS = 0
 REPORT_S = 2.0
 WAIT_S = 60.0
 """The longest single wait; of longer ones there are several."""
-COMPUTING = ("forward", "backward", "update")
 DATA_TAGS = ("forward ", "backward ", "input ", "gradient ", "target ", "drained ")
 
 
@@ -137,10 +136,8 @@ class Hand:
                 state = dict(self.stage.module.state_dict())
                 self._link.send(state, BOSS, f"state {order.call}")
             case Times():
-                seconds = self._timeline.seconds
-                busy = sum(seconds.get(kind, 0.0) for kind in COMPUTING)
-                waited = seconds.get("wait", 0.0) + seconds.get("send", 0.0)
-                self._send([busy, waited], f"times {order.call}")
+                times = [self._timeline.busy_s, self._timeline.waited_s]
+                self._send(times, f"times {order.call}")
             case Load():
                 self.stage.module.load_state_dict(tensors)
 

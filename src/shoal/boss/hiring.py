@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal import network
+from shoal.boss.address import Address
 from shoal.boss.applying import ask
 from shoal.boss.calls import Application, Status
 from shoal.boss.reception import Reception
@@ -19,31 +20,6 @@ from shoal.wire.zmq_link import ZmqLink
 TURN_S = 0.5
 READY_S = 10.0
 """How long those who are hired have to listen and say where."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a boss listens, or is."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def read(cls, text: str) -> Address:
-        """`tcp://HOST:PORT` or `HOST:PORT`."""
-        host, colon, port = text.removeprefix("tcp://").rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 65536:
-            raise MeetingError(
-                f"{text!r} is no address of a boss: tcp://HOST:PORT is, for example "
-                "tcp://192.168.0.1:1024."
-            )
-        return cls(host, int(port))
-
-    @property
-    def endpoint(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
 
 
 @dataclass(frozen=True)

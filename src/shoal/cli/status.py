@@ -22,8 +22,8 @@ def status(
     insecure: Annotated[bool, typer.Option("--insecure", help="Without keys.")] = False,
 ) -> None:
     """Show a boss's workers: host, stage, device, memory, step, last seen."""
+    from shoal.boss.address import Address
     from shoal.boss.applying import ask
-    from shoal.boss.hiring import Address
     from shoal.wire.open_link import LinkSettings
 
     settings = LinkSettings(key=key, authorized_keys=authorized_keys, insecure=insecure)

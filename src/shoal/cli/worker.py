@@ -59,8 +59,8 @@ def worker(
     # Imported here: the launcher, which shares this program, starts without torch.
     import torch
 
+    from shoal.boss.address import Address
     from shoal.boss.applying import Employer
-    from shoal.boss.hiring import Address
     from shoal.boss.worker import serve
     from shoal.crew import choose_device
     from shoal.interrupts import prompt_interrupts

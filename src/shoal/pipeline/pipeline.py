@@ -26,7 +26,7 @@ from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, m
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import Plan, ReplicaPlace, plan_faults
-from shoal.pipeline.profile import choose_cuts
+from shoal.pipeline.profile import choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.runner import Runner
@@ -114,14 +114,10 @@ class Pipeline:
         self._build(chosen or [])
 
     def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
-        """By a profile with the largest micro-batch."""
         named = self._named_inputs(x)
         parts = self._parts(micro_batches.num_samples(named, "x"))
-        largest = max(range(len(parts)), key=lambda number: parts[number].size)
-        weights = [part.size / max(parts[largest].size, 1) for part in parts]
-        example = micro_batches.split(named, parts)[largest]
         schedule = self._schedule(self.plan.schedule, len(parts))
-        return choose_cuts(graph, example, self.plan.stages, costs, schedule, weights)
+        return choose_cuts_of_batch(graph, named, parts, costs, schedule)
 
     def _build(self, cuts: list[int]) -> None:
         graph = self._graph

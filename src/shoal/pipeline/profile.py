@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
+from shoal.layout import Share
+from shoal.pipeline import micro_batches
 from shoal.pipeline.build import materialise
 from shoal.pipeline.graph import Graph, attribute, shared
 from shoal.pipeline.partition import Costs, Unit, Value, cut, places_in
@@ -47,6 +49,20 @@ def choose_cuts(
         return cuts
     places, _ = places_in(units, num_stages, together)
     return refine(units, values, cuts, places, costs, schedule, weights)
+
+
+def choose_cuts_of_batch(
+    graph: Graph,
+    inputs: dict[str, Tree],
+    parts: Sequence[Share],
+    costs: Costs,
+    schedule: Schedule,
+) -> list[int]:
+    """The same, of a whole batch: by a profile with its largest micro-batch."""
+    largest = max(range(len(parts)), key=lambda number: parts[number].size)
+    weights = [part.size / max(parts[largest].size, 1) for part in parts]
+    example = micro_batches.split(inputs, parts)[largest]
+    return choose_cuts(graph, example, schedule.num_stages, costs, schedule, weights)
 
 
 def _bound(value: Value) -> list[tuple[int, int]]:

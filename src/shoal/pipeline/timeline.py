@@ -27,6 +27,16 @@ class Timeline:
         self.seconds: dict[str, float] = {}
         self._num_kept = num_kept
 
+    @property
+    def busy_s(self) -> float:
+        """At work, so far."""
+        return sum(self.seconds.get(kind, 0.0) for kind in ("forward", "backward", "update"))
+
+    @property
+    def waited_s(self) -> float:
+        """For others, so far."""
+        return self.seconds.get("wait", 0.0) + self.seconds.get("send", 0.0)
+
     @contextmanager
     def span(self, kind: str, micro_batch: int = -1) -> Iterator[None]:
         begun = time.perf_counter()

@@ -21,7 +21,6 @@ from shoal.train.task import as_pair, loss_of
 from shoal.wire.link import Link
 
 Cast = Callable[[Any], Any]
-COMPUTING = ("forward", "backward", "update")
 
 
 def spread(
@@ -81,11 +80,10 @@ class PipelineReport:
 
     def records(self) -> list[StageRecord]:
         pipe, crew = self._pipe, self._crew
-        seconds = pipe.timeline.seconds
-        busy = sum(seconds.get(kind, 0.0) for kind in COMPUTING)
-        waited = seconds.get("wait", 0.0) + seconds.get("send", 0.0)
         own = sum(p.numel() for p in pipe.parameters())
-        told = crew.exchange("the stages' times", [busy, waited, own])
+        told = crew.exchange(
+            "the stages' times", [pipe.timeline.busy_s, pipe.timeline.waited_s, own]
+        )
         by_stage = [pipe.layout.ranks_of_stage(stage) for stage in range(pipe.plan.stages)]
         return stage_records(
             [[self.hosts[rank] for rank in ranks] for ranks in by_stage],
