@@ -5,6 +5,7 @@ The boss itself is in the test's own process, except where the test is about how
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Office:
         """All that were ever started."""
         self._folder = folder
         self._options = options
-        self._environment = environment
+        self._environment = {"PYTHONFAULTHANDLER": "1", **environment}
         self._boss: shoal.Boss | None = None
 
     def start(self, count: int = 1, *options: str) -> list[Running]:
@@ -57,7 +58,20 @@ class Office:
 
     def make_boss(self, workers: int, **options: Any) -> shoal.Boss:
         how = {"timeout_s": TIMEOUT_S, "wait_s": ENOUGH_S, "notify": quiet, **options}
-        return shoal.Boss(self.listen, workers, **how)
+        try:
+            return shoal.Boss(self.listen, workers, **how)
+        except shoal.MeetingError as error:
+            if "wait_s" in options or "long enough" not in str(error):
+                raise
+            doing = "".join(self._stop_and_ask(worker) for worker in self.workers)
+            raise AssertionError(f"{error}{doing}") from error
+
+    def _stop_and_ask(self, worker: Running) -> str:
+        """Where a worker is that does not come."""
+        if worker.process.poll() is None:
+            worker.process.send_signal(signal.SIGABRT)  # faulthandler tells
+            worker.end()
+        return f"\n-- pid {worker.process.pid}: {worker.out[-500:]}\n{worker.err[-5000:]}"
 
     def worker(self, pid: int) -> Running:
         return next(each for each in self.workers if each.process.pid == pid)

@@ -35,6 +35,8 @@ from shoal.wire.zmq_link import ZmqLink
 
 CALL_S = 1.0
 """Between two calls."""
+SILENCE_S = 3 * CALL_S
+"""Who says nothing for so long is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,17 @@ def apply(employer: Employer, device: str, notify: Callable[[str], None]) -> Con
     begun = time.monotonic()
     try:
         with _line(employer, keys) as line:
+            call_at, last = begun, None
             while True:
-                line.say(encode(application))  # again and again: it says that we are here, too
-                answer = _hear(line, CALL_S)
-                notify(_waiting(employer, answer, line.fault, time.monotonic() - begun))
+                if time.monotonic() >= call_at:
+                    line.say(encode(application))  # now and then: it says that we are here, too
+                    call_at = time.monotonic() + CALL_S
+                answer = _hear(line, call_at - time.monotonic())
+                if answer is None:
+                    call_at = 0.0  # it was not heard, or it is time
+                if answer is not None or line.silent_s > SILENCE_S:
+                    last = answer
+                notify(_waiting(employer, last, line.fault, time.monotonic() - begun))
                 if isinstance(answer, Hired) and answer.round != round_:
                     if link is not None:  # some other worker did not answer: all begin again
                         link.close(farewell_s=0)

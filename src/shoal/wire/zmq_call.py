@@ -1,6 +1,8 @@
 """A call at the port of a zmq link that takes calls: short messages there and back.
 
 The connection is made again whenever it breaks; what is said while there is none is not kept.
+ZeroMQ gives up for good where it was refused, or met a stranger: after a while without a word we
+begin again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shoal.wire.zmq_gate import Keys
 
+RENEW_S = 5.0
+"""Of silence, before a new socket calls."""
 REFUSED = "it refused this host's key, or has another key than the one given for it"
 
 
@@ -30,6 +34,20 @@ class ZmqCall:
 
     def __enter__(self) -> Self:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open()
+        self._heard_at = self._opened_at
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(linger_ms=200)
+        self._context.term()
+
+    def _open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = "[" in self._endpoint
@@ -51,18 +69,17 @@ class ZmqCall:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._news, zmq.POLLIN)
         self._socket.connect(self._endpoint)
-        return self
+        self._opened_at = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _close(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
         self._news.close(linger=0)
-        self._socket.close(linger=200)
-        self._context.term()
+        self._socket.close(linger=linger_ms)
+
+    @property
+    def silent_s(self) -> float:
+        """Since when nothing was heard."""
+        return time.monotonic() - self._heard_at
 
     def say(self, content: bytes) -> None:
         try:
@@ -71,12 +88,19 @@ class ZmqCall:
             return  # nobody is there
 
     def hear(self, limit_s: float) -> bytes | None:
-        """What is answered within so many seconds. Sooner, None: a connection was made just now."""
+        """What is answered within so many seconds.
+
+        None sooner than that: a connection was made just now, and nothing said before was heard.
+        """
         deadline = time.monotonic() + limit_s
+        if time.monotonic() > self._opened_at + RENEW_S and self.silent_s > RENEW_S:
+            self._close(linger_ms=0)
+            self._open()
         while (left := deadline - time.monotonic()) > 0:
             ready = [each for each, _ in self._poller.poll(int(1000 * left) + 1)]
             if self._socket in ready:
                 self.fault = ""
+                self._heard_at = time.monotonic()
                 return self._socket.recv()
             if self._news in ready:
                 event = int(recv_monitor_message(self._news)["event"])

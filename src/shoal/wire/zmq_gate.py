@@ -235,10 +235,10 @@ def _address_of(descriptor: int) -> str:
     try:
         with socket.socket(fileno=own) as connection:
             own = -1
-            address = connection.getpeername()
-    except OSError:
+            host, port = connection.getpeername()[:2]
+    except (OSError, ValueError):  # or a socket of another family has its number by now
         return unknown
     finally:
         if own >= 0:  # it has become something that is no socket
             os.close(own)
-    return f"{address[0]}:{address[1]}"
+    return f"{host}:{port}"

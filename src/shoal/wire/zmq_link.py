@@ -492,7 +492,7 @@ class ZmqLink(Link):
             if is_there and (sent := self._send_sign(peer, GOODBYE, reason)):
                 parting.append((peer, sent))
         while parting and time.monotonic() < deadline:
-            while self._router.poll(0):
+            while self._router.poll(0) and time.monotonic() < deadline:
                 self._pump(0)  # others may have to get rid of something first
             parting = [
                 (peer, buffer)
