@@ -169,17 +169,15 @@ class Inbox:
         """A message that came at once; contents: of each slot, as `Arrival.take` wants them."""
         with self._lock:
             jobs = self._queue(peer, front.tag).jobs
-            has_places = bool(jobs) and jobs[0]._into is not None
-        if has_places:
-            arrival = self.arrive(peer, front)
-            for number, content in enumerate(contents):
-                arrival.take(number, content)
-            self.deliver(arrival)
-            return
-        tree = front.build(list(map(shaped, front.slots, contents)))
-        with self._lock:
-            self._hand_over(tree, peer, front)
-            self._wake()
+            if not jobs or jobs[0]._into is None:
+                tree = front.build(list(map(shaped, front.slots, contents)))
+                self._hand_over(tree, peer, front)
+                self._wake()
+                return
+        arrival = self.arrive(peer, front)
+        for number, content in enumerate(contents):
+            arrival.take(number, content)
+        self.deliver(arrival)
 
     def deliver(self, arrival: Arrival) -> None:
         """The slots are full. Raises WireError if they make no message."""

@@ -44,11 +44,12 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TEXT, BYTES = "text", "bytes"
-_NUMPY = {
-    dtype
-    for name, dtype in DTYPES.items()
+_NUMPY_KINDS = {
+    name: numpy.dtype(name)
+    for name in DTYPES
     if not name.startswith(("float8", "bfloat", "complex32"))
 }
+_NUMPY = {DTYPES[name] for name in _NUMPY_KINDS}
 _SCALARS = (bool, int, float, str)
 
 _SMALLEST_INT, _LARGEST_INT = -(2**63), 2**64 - 1  # what the encoding holds as a number
@@ -321,6 +322,8 @@ def shaped(slot: Slot, content: Any) -> torch.Tensor:
     """Memory that is ours alone, as the tensor that a slot says it is. Not copied."""
     if not len(content):
         return allocate(slot)
+    if kind := _NUMPY_KINDS.get(slot.kind):  # half the time of what torch does
+        return torch.from_numpy(numpy.ndarray(slot.shape, kind, content))
     tensor = torch.frombuffer(content, dtype=DTYPES.get(slot.kind, torch.uint8))
     return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
 
