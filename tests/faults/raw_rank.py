@@ -110,7 +110,4 @@ def frames_of(tree: Any, number: int = 0, tag: str = "") -> list[list[bytes]]:
         for content in (memory_of(buffer).tobytes() for buffer in buffers)
         for at in range(0, len(content), PIECE_BYTES)
     ]
-    if not pieces:
-        return [[head]]
-    further = [[STAMP.pack(number, n), piece] for n, piece in enumerate(pieces) if n]
-    return [[head, pieces[0]], *further]
+    return [[head], *([STAMP.pack(number, n), piece] for n, piece in enumerate(pieces))]

@@ -210,7 +210,7 @@ def test_who_takes_the_place_of_a_rank_before_it_comes_takes_no_other(
 # -- a rank that talks nonsense --------------------------------------------------------------------
 
 SMALL = frames_of({"x": torch.arange(9.0)})[0][0]
-PIECES = frames_of(LARGE)
+FRONT, *PIECES = frames_of(LARGE)
 
 
 def by_hand(plan: object, slots: list[object], total: int, number: int = 0) -> bytes:
@@ -220,7 +220,7 @@ def by_hand(plan: object, slots: list[object], total: int, number: int = 0) -> b
 
 def with_piece(number: int, piece: bytes, at: int) -> list[Frames]:
     """LARGE, with another piece in one place."""
-    return [*PIECES[:at], [PIECES[at][0], piece], *PIECES[at + 1 :]]
+    return [FRONT, *PIECES[:at], [PIECES[at][0], piece], *PIECES[at + 1 :]]
 
 
 NONSENSE: dict[str, list[Frames]] = {
@@ -240,21 +240,22 @@ NONSENSE: dict[str, list[Frames]] = {
     "a shape that no tensor has": [[by_hand(["b", 0], [["uint8", [0, 2**62, 2**62]]], 0)]],
     "a message over the limit": [[by_hand(["b", 0], [["uint8", [LIMIT_BYTES + 1]]], 0), b"x"]],
     "other totals than shapes": [[by_hand(["b", 0], [["uint8", [70_000]]], 70_001), bytes(70_000)]],
-    "no first piece": [PIECES[0][:1]],
+    "no first piece": [FRONT, PIECES[0][:1]],
+    "the first piece with its front": [[*FRONT, PIECES[0][1]]],
     "a first piece too long": with_piece(0, bytes(PIECE_BYTES + 1), at=0),
     "a first piece too short": with_piece(0, bytes(PIECE_BYTES - 1), at=0),
     "an empty piece": with_piece(0, b"", at=1),
     "a piece too long": with_piece(0, bytes(PIECE_BYTES + 1), at=1),
-    "a piece again": [*PIECES[:2], PIECES[1]],
-    "pieces in another order": [PIECES[0], PIECES[2], PIECES[1]],
-    "a piece left out": [PIECES[0], PIECES[2]],
-    "a piece too many": [*PIECES, PIECES[2]],
+    "a piece again": [FRONT, *PIECES[:2], PIECES[1]],
+    "pieces in another order": [FRONT, PIECES[0], PIECES[2], PIECES[1]],
+    "a piece left out": [FRONT, PIECES[0], PIECES[2]],
+    "a piece too many": [FRONT, *PIECES, PIECES[2]],
     "a piece of nothing": [PIECES[1]],
-    "a stamp without its piece": [PIECES[0], PIECES[1][:1]],
-    "something behind a piece": [PIECES[0], [*PIECES[1], b"more"]],
-    "a message between pieces": [PIECES[0], *frames_of("x", number=1)],
-    "goodbye between pieces": [PIECES[0], [b"g"]],
-    "a piece of another message": [PIECES[0], frames_of(LARGE, number=1)[1]],
+    "a stamp without its piece": [FRONT, PIECES[0], PIECES[1][:1]],
+    "something behind a piece": [FRONT, PIECES[0], [*PIECES[1], b"more"]],
+    "a message between pieces": [FRONT, PIECES[0], *frames_of("x", number=1)],
+    "goodbye between pieces": [FRONT, PIECES[0], [b"g"]],
+    "a piece of another message": [FRONT, PIECES[0], frames_of(LARGE, number=1)[2]],
 }
 
 
@@ -305,7 +306,7 @@ def test_what_came_before_the_nonsense_can_still_be_had(party: Party) -> None:
 def test_whoever_waits_for_the_rest_of_a_message_is_told(party: Party) -> None:
     """Its buffer is half full when the nonsense comes."""
     waiting = party.links[0].irecv(2, into=torch.zeros_like(LARGE))
-    party.call.say(PIECES[0], PIECES[2])
+    party.call.say(FRONT, PIECES[0], PIECES[2])
     with pytest.raises(PeerLost, match="rank 0 dropped rank 2: something else came where piece 1"):
         waiting.wait(AT_ONCE_S)
     party.chat.goes_on()

@@ -4,8 +4,8 @@
              DEALER ────────> ROUTER                 DEALER to every peer: a connection each way,
                                                      and one more each for signs of life
 
-A message is its front and, behind it, its large buffers cut into pieces (zmq_pieces.py). The first
-piece rides with the front, each further one is a zmq message of its own, received right into place.
+A message is its front and, behind it, its large buffers cut into pieces (zmq_pieces.py), each a zmq
+message of its own and received right into place.
 
 Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
 message there is no thread of ours. Who may connect, and who has gone, is the gate's business
@@ -32,19 +32,10 @@ from shoal.errors import PeerLost, WireError
 from shoal.network import is_loopback
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
-from shoal.wire.inbox import Arrival
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_pieces import (
-    PIECE_BYTES,
-    STAMP,
-    SentMemory,
-    cut,
-    fill,
-    keep_memory,
-    send_pieces,
-)
+from shoal.wire.zmq_pieces import PIECE_BYTES, Due, SentMemory, keep_memory, send_pieces
 
 RECEIVE_QUEUE = 4
 """Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
@@ -103,10 +94,8 @@ class _Peer:
     has_come: bool = False
     has_pulse: bool = False
     is_gone: bool = False
-    arrival: Arrival | None = None
-    """The message whose further pieces are coming, if one is."""
-    pieces: list[tuple[int, memoryview]] = field(default_factory=list)
-    """Where they go: (piece number, place), the next one last."""
+    due: Due | None = None
+    """The message whose pieces are coming, if one is."""
 
 
 class ZmqLink(Link):
@@ -376,14 +365,9 @@ class ZmqLink(Link):
         if self._keys and not peer.guest.is_author_of(frame):
             raise WireError("it has the key of another")
         data = frame.buffer
-        if peer.arrival is not None:
-            number, place = peer.pieces.pop()
-            if len(data) != STAMP.size or STAMP.unpack(data) != (peer.num_received - 1, number):
-                raise WireError(f"something else came where piece {number} of a message was due")
-            fill(place, self._next())
-            if not peer.pieces:
-                arrival, peer.arrival = peer.arrival, None
-                self._inbox.deliver(arrival)
+        if peer.due is not None:
+            if peer.due.take(data, self._next()):
+                peer.due = None
             return
         if len(data) == 1:
             self._receive_sign(peer, frame)
@@ -393,23 +377,10 @@ class ZmqLink(Link):
             raise WireError(f"message {count} came, {peer.num_received} was due")
         peer.num_received += 1
         contents = [bytearray(data[start:end]) for _, start, end in read.small]
-        if not read.behind:
-            self._inbox.deliver_whole(peer.rank, read, contents)
-            return
-        piece = self._next()
-        if read.sizes == [len(piece)]:
-            self._inbox.deliver_whole(peer.rank, read, [piece.buffer])  # zmq's memory is ours now
-            return
-        arrival = self._inbox.arrive(peer.rank, read)
-        for (number, _, _), content in zip(read.small, contents, strict=True):
-            arrival.take(number, content)
-        places = [p for number in read.behind for p in cut(arrival.room(number))]
-        peer.pieces = list(enumerate(places))[::-1]
-        fill(peer.pieces.pop()[1], piece)
-        if peer.pieces:
-            peer.arrival = arrival
+        if read.behind:
+            peer.due = Due(self._inbox, peer.rank, count, read, contents)
         else:
-            self._inbox.deliver(arrival)
+            self._inbox.deliver_whole(peer.rank, read, contents)
 
     def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> None:
         sign, reason = frame.bytes, ""
@@ -465,7 +436,7 @@ class ZmqLink(Link):
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:
         peer.is_gone = True
-        peer.arrival, peer.pieces = None, []
+        peer.due = None
         self._inbox.lose(peer.rank, error)
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:

@@ -1,6 +1,8 @@
 """Large buffers over ZeroMQ: cut into pieces, sent without a copy, received into place.
 
-[front, piece]  [stamp, piece]  [stamp, piece] ...          stamp = message number, piece number
+[front]  [stamp, piece]  [stamp, piece] ...          stamp = message number, piece number
+
+The front goes ahead, so that it has been read and checked while the first piece is on its way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 import zmq
 
 from shoal.errors import WireError
+from shoal.wire.front import Front
+from shoal.wire.inbox import Inbox
 from shoal.wire.tree import memory_of, view_of
 
 PIECE_BYTES = 2 * 2**20
@@ -56,6 +60,7 @@ def send_pieces(
     dealer: zmq.Socket[bytes], head: bytes, number: int, tensors: list[torch.Tensor]
 ) -> list[SentMemory]:
     """The front and all pieces behind it. Returns what tells that they have gone."""
+    dealer.send(head, zmq.DONTWAIT)
     count = 0
     sent = []
     for tensor in tensors:
@@ -63,8 +68,7 @@ def send_pieces(
         sent.append(SentMemory(array))
         pieces = [array] if tensor.nbytes <= PIECE_BYTES else cut(view_of(array))
         for piece in pieces:
-            stamp = STAMP.pack(number, count) if count else head
-            dealer.send(stamp, zmq.SNDMORE | zmq.DONTWAIT)
+            dealer.send(STAMP.pack(number, count), zmq.SNDMORE | zmq.DONTWAIT)
             dealer.send(piece, zmq.DONTWAIT, copy=False)
             count += 1
     return sent
@@ -74,7 +78,40 @@ def cut(view: memoryview) -> list[memoryview]:
     return [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
 
 
-def fill(place: memoryview, frame: zmq.Frame) -> None:
-    if len(frame) != len(place):
-        raise WireError(f"{len(frame)} bytes came where {len(place)} were announced")
-    place[:] = frame.buffer
+class Due:
+    """A message whose front has come, and whose pieces come next."""
+
+    def __init__(
+        self, inbox: Inbox, peer: int, number: int, front: Front, small: list[bytearray]
+    ) -> None:
+        """small: what came with the front already."""
+        self._inbox = inbox
+        self._peer = peer
+        self._number = number
+        self._front = front
+        self._count = 0
+        self._is_one = len(front.sizes) == 1 and front.sizes[0] <= PIECE_BYTES
+        if self._is_one:
+            return
+        self._arrival = inbox.arrive(peer, front)
+        for (slot, _, _), content in zip(front.small, small, strict=True):
+            self._arrival.take(slot, content)
+        self._places = [p for slot in front.behind for p in cut(self._arrival.room(slot))]
+        self._places.reverse()  # the next one last
+
+    def take(self, stamp: memoryview, piece: zmq.Frame) -> bool:
+        """The next piece; whether it was the last one."""
+        if len(stamp) != STAMP.size or STAMP.unpack(stamp) != (self._number, self._count):
+            raise WireError(f"something else came where piece {self._count} of a message was due")
+        size = self._front.sizes[0] if self._is_one else len(self._places[-1])
+        if len(piece) != size:
+            raise WireError(f"{len(piece)} bytes came where {size} were announced")
+        if self._is_one:
+            self._inbox.deliver_whole(self._peer, self._front, [piece.buffer])  # zmq's memory
+            return True
+        self._places.pop()[:] = piece.buffer
+        self._count += 1
+        if self._places:
+            return False
+        self._inbox.deliver(self._arrival)
+        return True
