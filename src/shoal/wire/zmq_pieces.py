@@ -99,19 +99,30 @@ class Due:
         self._places = [p for slot in front.behind for p in cut(self._arrival.room(slot))]
         self._places.reverse()  # the next one last
 
-    def take(self, stamp: memoryview, piece: zmq.Frame) -> bool:
-        """The next piece; whether it was the last one."""
+    def check(self, stamp: memoryview) -> None:
+        """What stands before the next piece."""
         if len(stamp) != STAMP.size or STAMP.unpack(stamp) != (self._number, self._count):
             raise WireError(f"something else came where piece {self._count} of a message was due")
-        size = self._front.sizes[0] if self._is_one else len(self._places[-1])
-        if len(piece) != size:
-            raise WireError(f"{len(piece)} bytes came where {size} were announced")
-        if self._is_one:
-            self._inbox.deliver_whole(self._peer, self._front, [piece.buffer])  # zmq's memory
-            return True
-        self._places.pop()[:] = piece.buffer
+
+    @property
+    def place(self) -> memoryview | None:
+        """Where the next piece goes. None: nowhere, its own memory will do."""
+        return None if self._is_one else self._places[-1]
+
+    def adopt(self, piece: zmq.Frame) -> None:
+        """All of the message that was missing."""
+        _check_size(len(piece), self._front.sizes[0])
+        self._inbox.deliver_whole(self._peer, self._front, [piece.buffer])
+
+    def fill(self, size: int) -> bool:
+        """So many bytes came for the place; whether it was the last."""
+        _check_size(size, len(self._places.pop()))
         self._count += 1
-        if self._places:
-            return False
-        self._inbox.deliver(self._arrival)
-        return True
+        if not self._places:
+            self._inbox.deliver(self._arrival)
+        return not self._places
+
+
+def _check_size(actual: int, announced: int) -> None:
+    if actual != announced:
+        raise WireError(f"{actual} bytes came where {announced} were announced")
