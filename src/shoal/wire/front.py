@@ -18,12 +18,14 @@ from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, decode, decode_p
 from shoal.wire.tree import (
     Parcel,
     Recipe,
+    Shape,
     Slot,
     Stays,
     Tree,
     memory_of,
     outline_of,
     read_plan,
+    shaper,
     take_apart,
 )
 
@@ -50,6 +52,8 @@ class Front(NamedTuple):
     size: int
     sizes: list[int]
     """Bytes of each slot."""
+    shapers: list[Shape]
+    """Of each slot: what makes its tensor of memory that is ours alone."""
 
     def build(self, tensors: list[torch.Tensor]) -> Tree:
         """The message, of the tensors of its slots."""
@@ -92,7 +96,8 @@ class Packer:
     def pack(self, tree: Tree, tag: str, number: int) -> tuple[bytes, list[torch.Tensor]]:
         """Like `pack`, of a tree."""
         tensors: list[torch.Tensor] = []
-        outline = outline_of(tree, tensors) if self._stays is None else None
+        memory: list[Any] = []
+        outline = outline_of(tree, tensors, memory) if self._stays is None else None
         if outline is None:
             return pack(take_apart(tree, self._stays), tag, number, self._limit_bytes)
         known = self._headers.get((tag, outline))
@@ -107,7 +112,7 @@ class Packer:
         header, is_small = known
         prefix = _PREFIX.pack(number, len(header))
         if is_small:
-            return b"".join([prefix, header, *map(memory_of, tensors)]), []
+            return b"".join([prefix, header, *memory]), []
         return prefix + header, tensors
 
 
@@ -163,7 +168,8 @@ class FrontReader:
             small.append((each, at, at + sizes[each]))
             at += sizes[each]
         recipe = read_plan(header.plan, header.slots)
-        front = Front(header.tag, header.slots, recipe, small, behind, at, sizes)
+        shapers = [shaper(slot) for slot in header.slots]
+        front = Front(header.tag, header.slots, recipe, small, behind, at, sizes, shapers)
         if remember:
             if len(self._seen) >= MAX_REMEMBERED:
                 self._seen.clear()

@@ -22,7 +22,6 @@ from shoal.wire.tree import (
     Tree,
     allocate,
     memory_of,
-    shaped,
     tensors_of,
     view_of,
     with_tensors,
@@ -77,7 +76,7 @@ class Arrival:
         if number in self._places:
             self.room(number)[:] = content
             return True
-        self._tensors[number] = shaped(self.front.slots[number], content)
+        self._tensors[number] = self.front.shapers[number](content)
         return False
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
@@ -168,11 +167,11 @@ class Inbox:
     def deliver_whole(self, peer: int, front: Front, contents: list[Any]) -> None:
         """A message that came at once; contents: of each slot, as `Arrival.take` wants them."""
         with self._lock:
-            jobs = self._queue(peer, front.tag).jobs
-            if not jobs or jobs[0]._into is None:
-                tree = front.build(list(map(shaped, front.slots, contents)))
-                self._hand_over(tree, peer, front)
-                self._wake()
+            queue = self._queue(peer, front.tag)
+            if not queue.jobs or queue.jobs[0]._into is None:
+                tensors = [shape(it) for shape, it in zip(front.shapers, contents, strict=True)]
+                tree = front.build(tensors)
+                self._hand_over(queue, tree, peer, front)
                 return
         arrival = self.arrive(peer, front)
         for number, content in enumerate(contents):
@@ -189,18 +188,20 @@ class Inbox:
             if arrival.job is not None and not arrival.job._given_up:
                 arrival.job._finish(tree, arrival.is_in_place)
             else:
-                self._hand_over(tree, arrival.peer, arrival.front)
+                queue = self._queue(arrival.peer, arrival.front.tag)
+                self._hand_over(queue, tree, arrival.peer, arrival.front)
+                return
             self._wake()
 
-    def _hand_over(self, tree: Tree, peer: int, front: Front) -> None:
+    def _hand_over(self, queue: _Queue, tree: Tree, peer: int, front: Front) -> None:
         """To whoever asks, now or later. With the lock held."""
-        queue = self._queue(peer, front.tag)
         if queue.jobs:
             queue.jobs.popleft()._finish(tree)
         else:
             size = sum(front.sizes)
             queue.messages.append((tree, size))
             self._backlog[peer] = self._backlog.get(peer, 0) + size
+        self._wake()
 
     def has_room(self, peer: int) -> bool:
         """Whether it is time to receive more from `peer`: little is waiting, or someone is."""

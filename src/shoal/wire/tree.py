@@ -11,6 +11,7 @@ class or a function: there is nothing to execute.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -215,34 +216,37 @@ def _buffer(
     return ["b", len(parcel.slots) - 1]
 
 
-def outline_of(tree: Tree, tensors: list[torch.Tensor], depth: int = 0) -> Any:
+def outline_of(tree: Tree, tensors: list[torch.Tensor], memory: list[Any], depth: int = 0) -> Any:
     """What trees with the same plan and the same slots have in common; None where it cannot tell.
 
-    Costs a fraction of taking the tree apart. tensors: gets the buffers, in their order.
+    Costs a fraction of taking the tree apart. tensors: gets the buffers, in their order; memory:
+    the same as `memory_of` has them.
     """
     kind = type(tree)
     if kind is torch.Tensor:
         try:
-            shape = tree.numpy().shape  # which fails for all that does not lie well, but one
+            array = tree.numpy()  # which fails for all that does not lie well, but one
         except (RuntimeError, TypeError):
             return None
-        if tree.is_contiguous():
+        if array.flags.c_contiguous:
             tensors.append(tree)
-            return tree.dtype, shape
+            memory.append(array)
+            return array.dtype.char, array.shape
         if (order := _order(tree)) is None:
             return None
         tensors.append(tree.permute(order))
-        return tree.dtype, shape, tuple(order)
+        memory.append(tensors[-1].numpy())
+        return array.dtype.char, array.shape, tuple(order)
     outline: list[Any] = [kind]
     if kind is dict and depth < MAX_OUTLINE_DEPTH:
         for key, value in tree.items():
-            inner = outline_of(value, tensors, depth + 1)
+            inner = outline_of(value, tensors, memory, depth + 1)
             if inner is None or type(key) is not str:
                 return None
             outline += key, inner
     elif kind in (list, tuple) and depth < MAX_OUTLINE_DEPTH:
         for value in tree:
-            inner = outline_of(value, tensors, depth + 1)
+            inner = outline_of(value, tensors, memory, depth + 1)
             if inner is None:
                 return None
             outline.append(inner)
@@ -322,10 +326,21 @@ def shaped(slot: Slot, content: Any) -> torch.Tensor:
     """Memory that is ours alone, as the tensor that a slot says it is. Not copied."""
     if not len(content):
         return allocate(slot)
-    if kind := _NUMPY_KINDS.get(slot.kind):  # half the time of what torch does
-        return torch.from_numpy(numpy.ndarray(slot.shape, kind, content))
     tensor = torch.frombuffer(content, dtype=DTYPES.get(slot.kind, torch.uint8))
     return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
+
+
+Shape = Callable[[Any], torch.Tensor]
+
+
+def shaper(slot: Slot) -> Shape:
+    """`shaped`, for one slot, in one call of torch's."""
+    kind, shape = _NUMPY_KINDS.get(slot.kind), tuple(slot.shape)
+    if kind is None or not slot.size_bytes:
+        return functools.partial(shaped, slot)
+    if len(shape) == 1:
+        return functools.partial(torch.frombuffer, dtype=DTYPES[slot.kind])
+    return lambda content: torch.from_numpy(numpy.ndarray(shape, kind, content))
 
 
 Build = Callable[[list[torch.Tensor]], Tree]

@@ -35,7 +35,7 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_pieces import PIECE_BYTES, Due, SentMemory, keep_memory, send_pieces
+from shoal.wire.zmq_pieces import PIECE_BYTES, Due, SentMemory, keep_memory, send, send_pieces
 
 RECEIVE_QUEUE = 4
 """Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
@@ -275,7 +275,7 @@ class ZmqLink(Link):
             peer.num_sent += 1
             try:
                 if not buffers:
-                    peer.dealer.send(head, zmq.DONTWAIT)
+                    send(peer.dealer, head, zmq.DONTWAIT)
                     return DONE
                 return _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection

@@ -20,6 +20,8 @@ from shoal.wire.front import Front
 from shoal.wire.inbox import Inbox
 from shoal.wire.tree import memory_of, view_of
 
+send: Any = zmq.backend.Socket.send
+"""What every send comes to, without the step before it for options that nobody uses here."""
 PIECE_BYTES = 2 * 2**20
 LARGEST_LESSON_BYTES = 32 * 2**20 - 64 * 1024
 STAMP = struct.Struct("<QI")
@@ -60,7 +62,7 @@ def send_pieces(
     dealer: zmq.Socket[bytes], head: bytes, number: int, tensors: list[torch.Tensor]
 ) -> list[SentMemory]:
     """The front and all pieces behind it. Returns what tells that they have gone."""
-    dealer.send(head, zmq.DONTWAIT)
+    send(dealer, head, zmq.DONTWAIT)
     count = 0
     sent = []
     for tensor in tensors:
@@ -68,8 +70,8 @@ def send_pieces(
         sent.append(SentMemory(array))
         pieces = [array] if tensor.nbytes <= PIECE_BYTES else cut(view_of(array))
         for piece in pieces:
-            dealer.send(STAMP.pack(number, count), zmq.SNDMORE | zmq.DONTWAIT)
-            dealer.send(piece, zmq.DONTWAIT, copy=False)
+            send(dealer, STAMP.pack(number, count), zmq.SNDMORE | zmq.DONTWAIT)
+            send(dealer, piece, zmq.DONTWAIT, copy=False)
             count += 1
     return sent
 
