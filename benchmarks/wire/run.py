@@ -25,7 +25,7 @@ import psutil
 
 HERE = Path(__file__).parent
 ZMQ, GLOO = "raw pyzmq", "raw gloo"
-PAIRS = 6
+PAIRS = 10
 
 Seconds = dict[str, list[float]]
 """Of a round trip, by contestant, in each round."""

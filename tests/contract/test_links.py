@@ -187,7 +187,7 @@ def test_places_of_every_size_are_filled_without_allocating(
         job = links[1].irecv(0, into=room)
         with monkeypatch.context() as patch:
             patch.setattr("shoal.wire.inbox.allocate", forbidden)
-            patch.setattr("shoal.wire.inbox.shaped", forbidden)
+            patch.setattr("shoal.wire.front.shaper", lambda slot: forbidden)
             links[0].send({"x": torch.full((size,), float(number)), "odd": room["odd"]}, to=1)
             assert job.wait()["x"] is room["x"]
         assert room["x"].data_ptr() == where

@@ -40,7 +40,7 @@ from shoal.wire.zmq_pieces import PIECE_BYTES, Due, SentMemory, keep_memory, sen
 RECEIVE_QUEUE = 4
 """Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
 copied out soon are still in the cache."""
-LOOPBACK_BYTES = 400 * 1024
+LOOPBACK_BYTES = 600 * 1024
 """Under way within one host: what is copied out while it is still in the cache costs a fifth less
 time. On a network the system knows best how much it needs."""
 TURN_S = 0.1

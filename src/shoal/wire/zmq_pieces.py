@@ -22,7 +22,7 @@ from shoal.wire.tree import memory_of, view_of
 
 send: Any = zmq.backend.Socket.send
 """What every send comes to, without the step before it for options that nobody uses here."""
-PIECE_BYTES = 2 * 2**20
+PIECE_BYTES = 2**20
 LARGEST_LESSON_BYTES = 32 * 2**20 - 64 * 1024
 STAMP = struct.Struct("<QI")
 
