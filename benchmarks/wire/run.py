@@ -95,7 +95,8 @@ def in_all(seconds: Seconds, contestant: str, rival: str) -> float:
 
 def compared(seconds: Seconds, contestant: str, rival: str) -> str:
     quarters = statistics.quantiles(ratios(seconds, contestant, rival), n=4)
-    return f"{in_all(seconds, contestant, rival):.2f}; {quarters[1]:.2f} ({quarters[0]:.2f}–{quarters[2]:.2f})"
+    median = f"{quarters[1]:.2f} ({quarters[0]:.2f}–{quarters[2]:.2f})"
+    return f"{in_all(seconds, contestant, rival):.2f}; {median}"
 
 
 def show(name: str, seconds: Seconds) -> None:
