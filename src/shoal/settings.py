@@ -73,6 +73,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Compute threads of each process. Default: cores / processes on this host."""
     out: str = "runs"
     """The folder that run folders are made in."""
+    folder: str | None = None
+    """The run folder itself, where whoever started the ranks has made it."""
     name: str | None = None
     """The last part of the run folder's name. Default: the model's name."""
     log_every: int = 10
@@ -91,6 +93,7 @@ LOCAL_FIELDS = frozenset(
         "data_dir",
         "debug",
         "device",
+        "folder",
         "key",
         "name",
         "out",

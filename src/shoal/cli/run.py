@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.hosts_run import run_script
 from shoal.errors import SettingsError
+from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import describe
 from shoal.network import reserve_port
@@ -21,7 +23,23 @@ def run(
         list[str],
         typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments."),
     ],
-    workers: Annotated[int, typer.Option(help="How many ranks to start on this host.")] = 2,
+    workers: Annotated[
+        int | None, typer.Option(help="How many ranks to start on this host. Default: 2.")
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Start ranks on these hosts, over ssh: laptop,desktop:2 or the path of a "
+            "hosts.toml. The first one leads."
+        ),
+    ] = None,
+    no_sync: Annotated[
+        bool,
+        typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
+    ] = False,
+    out: Annotated[
+        str, typer.Option(help="With --hosts: the folder that run folders are made in.")
+    ] = "runs",
     module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is a module, as with python -m.")
     ] = False,
@@ -29,12 +47,21 @@ def run(
         int | None, typer.Option(help="Compute threads of each rank. Default: cores / workers.")
     ] = None,
 ) -> None:
-    """Start a script on several ranks of this host, with RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE set.
+    """Start a script on several ranks of this host, or of several hosts, with RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE set.
 
     shoal.join() in the script finds them, and so does torch.distributed with env://.
     """
     faults = []
+    where = []
+    if hosts is not None and workers is not None:
+        faults.append("--workers cannot be used with --hosts, which says how many are started.")
+    if hosts is not None:
+        try:
+            where = read_hosts(hosts)
+        except SettingsError as error:
+            faults += error.faults
+    workers = 2 if workers is None else workers
     if workers < 1:
         faults.append(f"--workers {workers}: must be at least 1.")
     if threads is not None and threads < 1:
@@ -43,6 +70,9 @@ def run(
         faults.append(f"{command[0]}: there is no such script (a module needs -m before it).")
     if faults:
         raise SettingsError(faults)
+    if where:
+        run_script(where, command, module=module, threads=threads, out=out, sync=not no_sync)
+        return
 
     port = reserve_port()
     commands = []

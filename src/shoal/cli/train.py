@@ -11,10 +11,12 @@ import msgspec
 import typer
 
 from shoal.cli.ending import exit_now
+from shoal.cli.hosts_run import train_on_hosts
 from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
+from shoal.launch.hosts import Host, read_hosts
 from shoal.launch.local import EVENTS_FD, Interrupted, Listener, RankCommand, Stream, run_ranks
-from shoal.launch.outcome import RankEnd, describe
+from shoal.launch.outcome import RankEnd, describe, end_in
 from shoal.network import describe_interfaces, interfaces, reserve_port
 from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_torch
 from shoal.report import events
@@ -121,6 +123,17 @@ def train(
     log_every: Annotated[
         int, typer.Option(help="Steps between two lines of metrics.jsonl.")
     ] = DEFAULTS.log_every,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Start ranks on these hosts, over ssh: laptop,desktop:2 or the path of a "
+            "hosts.toml. The first one leads."
+        ),
+    ] = None,
+    no_sync: Annotated[
+        bool,
+        typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
+    ] = False,
     init: Annotated[
         str | None,
         typer.Option(
@@ -152,6 +165,8 @@ def train(
 
     shoal train --stages 2 --transport zmq
 
+    shoal train --hosts laptop,desktop:2
+
     shoal train --init tcp://192.168.0.1:23456 --rank 0 --world-size 2
     """
     if boss:
@@ -160,7 +175,8 @@ def train(
         schedule = schedule or SCHEDULES[-1]
         if microbatches is None:
             microbatches = default_microbatches(schedule, stages)
-        if init is None and rank is None and world_size is None and find_way().kind == "alone":
+        elsewhere = [hosts, init, rank, world_size]
+        if all(each is None for each in elsewhere) and find_way().kind == "alone":
             workers = workers or stages
     settings = TrainSettings(
         model=model,
@@ -191,6 +207,20 @@ def train(
         timeout_s=timeout,
         debug=debug,
     )
+    if hosts is not None:
+        others: dict[str, object] = {
+            "workers": workers,
+            "init": init,
+            "rank": rank,
+            "world-size": world_size,
+        }
+        others |= {"interface": interface, "boss": boss or None}
+        where = _plan_hosts(settings, hosts, others)
+        with own_stdout(reserve=as_json) as stdout, Terminal(as_json, out=stdout) as terminal:
+            code = train_on_hosts(where, settings, terminal, sync=not no_sync)
+            if terminal.verdict is not None and not terminal.verdict.passed:
+                code = EXIT_FAILED
+        raise typer.Exit(code)
     with own_stdout(reserve=as_json) as stdout:
         ways = _plan(settings, workers, init, rank, world_size, interface)
         _prepare_data(settings)
@@ -227,6 +257,24 @@ def _of_boss(
         raise SettingsError(faults)
     count = workers or (stages if stages > 1 else 2)
     return count, count, schedule or "gpipe"
+
+
+def _plan_hosts(settings: TrainSettings, text: str, others: dict[str, object]) -> list[Host]:
+    """The hosts of a run; raises with every fault together."""
+    faults = [
+        f"--{name} cannot be used with --hosts, which says where ranks are started."
+        for name, value in others.items()
+        if value is not None
+    ]
+    hosts: list[Host] = []
+    try:
+        hosts = read_hosts(text)
+    except SettingsError as error:
+        faults += error.faults
+    faults += check(settings, sum(host.slots for host in hosts) or 1, keeps_folder=True)
+    if faults:
+        raise SettingsError(faults)
+    return hosts
 
 
 def _plan(
@@ -334,23 +382,13 @@ def _launch(
     speaker = ways[0].rank
 
     def on_event(rank: int, line: bytes) -> RankEnd | None:
-        event = events.decode(line)
-        if isinstance(event, events.Failed):
-            return RankEnd(
-                rank=rank,
-                host=event.host,
-                pid=0,
-                return_code=event.exit_code,
-                message=event.message,
-                traceback=event.traceback,
-                is_consequence=event.is_consequence,
-            )
-        if rank == speaker:
-            terminal.handle(event)
-        return None
+        end = end_in(rank, line)
+        if end is None and rank == speaker:
+            terminal.handle(events.decode(line))
+        return end
 
     def on_line(rank: int, stream: Stream, line: str) -> None:
-        terminal.log(rank, line)
+        terminal.log(f"rank {rank}", line)
 
     try:
         cause = run_ranks(commands, Listener(on_line=on_line, on_event=on_event))

@@ -91,7 +91,7 @@ def run_ranks(commands: Sequence[RankCommand], listener: Listener) -> RankEnd | 
 
     Raises Interrupted, with no rank left, when this process is told to stop.
     """
-    with _stop_signals():
+    with stop_signals():
         supervisor = _Supervisor(listener)
         try:
             for command in commands:
@@ -121,7 +121,7 @@ class _Supervisor:
                 stderr=subprocess.PIPE,
                 pass_fds=(write_fd,),
                 process_group=0,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         except BaseException:
             os.close(read_fd)
@@ -251,7 +251,7 @@ def _signal_group(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """For the child, before it runs: be killed when the launcher is gone (Linux)."""
     if not sys.platform.startswith("linux"):
         return None
@@ -268,7 +268,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[None]:
+def stop_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise Interrupted, the first time; ending is not interrupted."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.errors import EXIT_FAILED
+from shoal.report import events
 
 PEER_LOST_WORDS = (
     "PeerLost",
@@ -58,6 +59,22 @@ def cause_of(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The first that failed on its own account; `ends` in the order they were seen."""
     failed = [end for end in ends if end.return_code != 0]
     return next((end for end in failed if not end.is_consequence), failed[0] if failed else None)
+
+
+def end_in(rank: int, line: bytes) -> RankEnd | None:
+    """What an event says of its rank's failure, if it does."""
+    event = events.decode(line)
+    if not isinstance(event, events.Failed):
+        return None
+    return RankEnd(
+        rank=rank,
+        host=event.host,
+        pid=0,
+        return_code=event.exit_code,
+        message=event.message,
+        traceback=event.traceback,
+        is_consequence=event.is_consequence,
+    )
 
 
 def is_consequence(stderr_tail: Sequence[str]) -> bool:

@@ -88,6 +88,13 @@ def inherited_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def ends_of_ssh(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """In a process that ssh started: the caller's address, and the one it called. Else empty."""
+    env = os.environ if environment is None else environment
+    parts = env.get("SSH_CONNECTION", "").split()
+    return (parts[0], parts[2]) if len(parts) == 4 else ("", "")
+
+
 def quiet_torch() -> None:
     """Before torch is imported: keep its C++ side from warning, unless the user set a level.
 

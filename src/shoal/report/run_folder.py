@@ -46,14 +46,11 @@ class RunFolder(Closing):
             self._metrics = (path / "metrics.jsonl").open("ab", buffering=0)
 
     @classmethod
-    def create(cls, out: str, name: str, settings: msgspec.Struct) -> RunFolder:
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        base = Path(out)
-        path = base / f"{stamp}-{name}"
-        with _storage_errors(path):
-            base.mkdir(parents=True, exist_ok=True)
-            path = _make_new(path)
-        folder = cls(path)
+    def create(
+        cls, out: str, name: str, settings: msgspec.Struct, path: Path | None = None
+    ) -> RunFolder:
+        """A new one in `out`; or `path`, where whoever started us has made it."""
+        folder = cls(make_folder(out, name) if path is None else path)
         try:
             folder.write("settings.json", _pretty(settings))
         except BaseException:
@@ -91,6 +88,21 @@ class RunFolder(Closing):
 
     def close(self) -> None:
         self._metrics.close()
+
+
+def make_folder(out: str, name: str) -> Path:
+    """A new folder for a run."""
+    path = Path(out) / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    with _storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _make_new(path)
+
+
+def note_folder(path: Path) -> None:
+    """Its summary came from elsewhere: now it says where the folder is here."""
+    with _storage_errors(path), RunFolder(path) as folder:
+        summary = msgspec.json.decode((path / "summary.json").read_bytes(), type=Summary)
+        folder.finish(msgspec.structs.replace(summary, folder=str(path)))
 
 
 def _make_new(path: Path) -> Path:

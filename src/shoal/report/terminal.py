@@ -63,9 +63,9 @@ class Terminal(Closing):
             case events.Failed():
                 self.failure(failure_text(event), event.traceback)
 
-    def log(self, rank: int, text: str) -> None:
+    def log(self, who: str, text: str) -> None:
         """A line that a rank printed."""
-        self._console.print(Text(f"[rank {rank}] {text}"))
+        self._console.print(Text(f"[{who}] {text}"))
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))

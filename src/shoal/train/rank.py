@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -144,7 +145,8 @@ def train_and_keep(
         folder = None
         if crew.rank == 0:
             name = settings.name or settings.model.rpartition(":")[2]
-            folder = stack.enter_context(RunFolder.create(settings.out, name, settings))
+            made = None if settings.folder is None else Path(settings.folder)
+            folder = stack.enter_context(RunFolder.create(settings.out, name, settings, made))
 
         last = StepRecord(epoch=1, step=0, loss=None, accuracy=None, seconds=0)
         shown = 0.0

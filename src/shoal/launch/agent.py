@@ -1,0 +1,211 @@
+"""What runs on every host of `--hosts`, at the other end of ssh: `python -m shoal.launch.agent`.
+
+It starts the ranks of its host and passes on what they say. Whatever happens to the launcher or to
+the connection, nothing stays behind here: without a word from the launcher for a while, or when its
+end of the pipe is closed, the ranks are ended.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import queue
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
+from shoal.launch.messages import (
+    Alive,
+    Clean,
+    Done,
+    FindPort,
+    Here,
+    Line,
+    Order,
+    Ping,
+    Port,
+    Prepare,
+    Prepared,
+    Refused,
+    Report,
+    Said,
+    Start,
+    encode,
+    read_order,
+)
+from shoal.launch.outcome import RankEnd, end_in
+from shoal.launch.output import Lines
+from shoal.rendezvous.ways import ends_of_ssh, inherited_environment
+from shoal.settings import cache_dir, threads_each
+from shoal.version import VERSION
+
+SILENCE_S = 15.0
+"""Without a word from the launcher for so long, it or the connection is gone."""
+ALIVE_S = 2.0
+
+
+class Agent:
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._writing = threading.Lock()
+        self._is_running = threading.Event()
+        """Whether there are ranks."""
+        self._folder: Path | None = None
+
+    def serve(self) -> int:
+        """Until the launcher leaves."""
+        self._say(_here())
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            while (order := self._orders.get()) is not None:
+                match order:
+                    case Prepare():
+                        self._say(self._prepare(order))
+                    case FindPort():
+                        self._say(Port(port=_free_port()))
+                    case Start():
+                        self._start(order)
+                    case Clean() if self._folder is not None:
+                        shutil.rmtree(self._folder, ignore_errors=True)
+                    case _:
+                        pass
+        except OSError as error:
+            self._say(Refused(reason=str(error)))
+            return 1
+        return 0
+
+    def _say(self, report: Report) -> None:
+        data = encode(report)
+        with self._writing:
+            while data:
+                data = data[os.write(1, data) :]
+
+    def _prepare(self, order: Prepare) -> Prepared:
+        base = Path(order.folder).expanduser() if order.folder else cache_dir() / "runs"
+        base.mkdir(parents=True, exist_ok=True)
+        self._folder = (base / order.run).absolute()
+        self._folder.mkdir(mode=0o700)
+        code, results = self._folder / "code", self._folder / "results"
+        for each in (code, results):
+            each.mkdir()
+        return Prepared(code=str(code), results=str(results))
+
+    def _start(self, order: Start) -> None:
+        threads = order.threads or threads_each(len(order.ranks))
+        with _secret_files(order.secrets) as places:
+            self._run(order, threads, places)
+
+    def _run(self, order: Start, threads: int, places: dict[str, str]) -> None:
+        commands = []
+        for task in order.ranks:
+            environment = inherited_environment(
+                PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(threads), **task.environment
+            )
+            argv = [sys.executable, *(_placed(part, places) for part in task.arguments)]
+            commands.append(RankCommand(rank=task.rank, argv=argv, environment=environment))
+        os.chdir(order.folder)
+        self._is_running.set()
+        try:
+            cause = run_ranks(commands, Listener(on_line=self._on_line, on_event=self._on_event))
+        except Interrupted:  # the launcher is gone: there is nobody to tell
+            raise SystemExit(1) from None
+        finally:
+            self._is_running.clear()
+        self._say(Done(cause=cause))
+
+    def _on_line(self, rank: int, stream: Stream, text: str) -> None:
+        self._say(Line(rank=rank, stream=stream, text=text))
+
+    def _on_event(self, rank: int, line: bytes) -> RankEnd | None:
+        self._say(Said(rank=rank, event=line.decode()))
+        return end_in(rank, line)
+
+    # -- in threads --------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Orders, to the end of standard input, or until nothing has come for too long."""
+        lines = Lines(None)
+        selector = selectors.DefaultSelector()
+        selector.register(0, selectors.EVENT_READ)
+        while selector.select(SILENCE_S) and (data := os.read(0, 256 * 1024)):
+            for line in lines.feed(data):
+                order = read_order(line)
+                if not isinstance(order, Ping):
+                    self._orders.put(order)
+        self._orders.put(None)
+        if self._is_running.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _beat(self) -> None:
+        """Signs of life, so that the launcher notices where a connection is dead."""
+        pause = threading.Event()
+        while not pause.wait(ALIVE_S):
+            try:
+                self._say(Alive())
+            except OSError:
+                return  # whoever listens notices too
+
+
+def _here() -> Here:
+    seen_from, seen_as = ends_of_ssh()
+    cache = cache_dir()
+    while not cache.exists():
+        cache = cache.parent
+    return Here(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        python=sys.executable,
+        python_version=platform.python_version(),
+        shoal=VERSION,
+        torch=_version_of("torch"),
+        seen_as=seen_as,
+        seen_from=seen_from,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        free_bytes=shutil.disk_usage(cache).free,
+        has_rsync=shutil.which("rsync") is not None,
+    )
+
+
+def _version_of(package: str) -> str:
+    """Without importing it, which takes long."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _secret_files(contents: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Their paths, by name, for as long as they are needed."""
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # which nobody else may enter
+        places = {name: str(Path(folder) / name) for name in contents}
+        for name, content in contents.items():
+            with os.fdopen(os.open(places[name], os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                file.write(content)
+        yield places
+
+
+def _placed(part: str, places: dict[str, str]) -> str:
+    for name, place in places.items():
+        part = part.replace("{" + name + "}", place)
+    return part
+
+
+if __name__ == "__main__":
+    sys.exit(Agent().serve())

@@ -1,0 +1,317 @@
+"""The launcher's side: an agent on every host, at the other end of a pipe that ssh carries.
+
+    Agents(hosts)  ──ssh──>  agent on laptop    ──>  rank 0
+                   ──ssh──>  agent on desktop   ──>  rank 1, rank 2
+
+Whoever closes these pipes, or dies, ends all ranks everywhere: the agents see to that.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from shoal.closing import Closing
+from shoal.errors import MeetingError, RunFailed
+from shoal.launch.hosts import Host
+from shoal.launch.local import CAUSE_GRACE_S, die_with_parent
+from shoal.launch.messages import (
+    Alive,
+    Done,
+    Here,
+    Line,
+    Order,
+    Ping,
+    Refused,
+    Report,
+    Said,
+    Start,
+    encode,
+    read_report,
+)
+from shoal.launch.outcome import RankEnd, cause_of
+from shoal.launch.output import Lines
+from shoal.launch.ssh import NO_SHOAL, find_python, ssh_argv
+from shoal.version import VERSION
+
+START_S = 60.0
+"""How long a host may take to answer."""
+SILENCE_S = 15.0
+PING_S = 2.0
+ENDING_S = 3.0
+"""How long agents have to end their ranks."""
+AGENT = "shoal.launch.agent"
+
+Answer = TypeVar("Answer", bound=Report)
+
+
+@dataclass(eq=False)
+class _Agent:
+    host: Host
+    process: subprocess.Popen[bytes]
+    is_here: bool
+    """Whether it is on this very host, without ssh."""
+    lines: dict[str, Lines] = field(
+        default_factory=lambda: {"stdout": Lines(None), "stderr": Lines()}
+    )
+    heard_at: float = field(default_factory=time.monotonic)
+    hello: Here | None = None
+    reports: list[Report] = field(default_factory=list)
+    """Answers that nobody has taken yet."""
+    is_done: bool = False
+
+
+class Agents(Closing):
+    """One for each host, started together. `host_of` maps ranks to hosts for `on_line`."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._agents: list[_Agent] = []
+        self._pinged_at = 0.0
+        self._on_report: Callable[[Host, Line | Said], None] = lambda host, report: None
+        try:
+            for host in hosts:
+                self._begin(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, host: Host) -> None:
+        is_here = _is_this_host(host)
+        if is_here:
+            argv = [sys.executable, "-m", AGENT]
+        else:
+            argv = ssh_argv(host, find_python(host, AGENT))
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for us, and we tell them
+            preexec_fn=die_with_parent(),
+        )
+        agent = _Agent(host, process, is_here)
+        self._agents.append(agent)
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream, selectors.EVENT_READ, (agent, name))
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def hellos(self) -> dict[str, Here]:
+        """By host, when all are up; with the same shoal and the same torch."""
+        deadline = time.monotonic() + START_S
+        while missing := [a for a in self._agents if a.hello is None]:
+            if time.monotonic() > deadline:
+                raise MeetingError(
+                    f"{missing[0].host.name}: nothing was heard from its agent for {START_S:g} s."
+                    + _said(missing[0])
+                )
+            self._turn()
+        found = {agent.host.name: agent.hello for agent in self._agents if agent.hello}
+        _check_versions(found)
+        return found
+
+    def is_here(self, host: Host) -> bool:
+        return any(agent.is_here for agent in self._agents if agent.host is host)
+
+    def ask(self, host: Host, order: Order, kind: type[Answer], limit_s: float = 30.0) -> Answer:
+        agent = next(each for each in self._agents if each.host is host)
+        self._tell(agent, order)
+        deadline = time.monotonic() + limit_s
+        while True:
+            for report in agent.reports:
+                if isinstance(report, kind):
+                    agent.reports.remove(report)
+                    return report
+            if time.monotonic() > deadline:
+                raise MeetingError(f"{host.name}: no answer within {limit_s:g} s.{_said(agent)}")
+            self._turn()
+
+    def tell_all(self, order: Order) -> None:
+        for agent in self._agents:
+            self._tell(agent, order)
+
+    def run(
+        self, starts: Sequence[Start], on_report: Callable[[Host, Line | Said], None]
+    ) -> RankEnd | None:
+        """Run all ranks to their end. Returns the one to blame, or None if all went well."""
+        self._on_report = on_report
+        for agent, start in zip(self._agents, starts, strict=True):
+            self._tell(agent, start)
+        ends: list[RankEnd] = []
+        deadline = float("inf")
+        while not all(agent.is_done for agent in self._agents):
+            self._turn()
+            for agent in self._agents:
+                for report in [r for r in agent.reports if isinstance(r, Done)]:
+                    agent.reports.remove(report)
+                    agent.is_done = True
+                    if report.cause is not None:
+                        ends.append(report.cause)
+            if ends:
+                deadline = min(deadline, time.monotonic() + CAUSE_GRACE_S)
+                cause = cause_of(ends)
+                if cause is None or not cause.is_consequence or time.monotonic() > deadline:
+                    break
+        return cause_of(ends)
+
+    # -- one turn ----------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        if time.monotonic() > self._pinged_at + PING_S:
+            self._pinged_at = time.monotonic()
+            for agent in self._agents:
+                if not agent.is_done:
+                    self._tell(agent, Ping())
+        for key, _ in self._selector.select(timeout=0.1):
+            self._read(*key.data)
+        for agent in self._agents:
+            if agent.is_done:
+                continue
+            if agent.process.poll() is not None:
+                self._drain(agent)
+                if not any(isinstance(report, Done) for report in agent.reports):
+                    raise _lost(agent)
+            elif time.monotonic() > agent.heard_at + SILENCE_S and agent.hello is not None:
+                raise RunFailed(
+                    f"{agent.host.name}: nothing was heard from it for {SILENCE_S:g} s: the "
+                    f"connection is dead, or the host hangs.{_said(agent)}"
+                )
+
+    def _tell(self, agent: _Agent, order: Order) -> None:
+        assert agent.process.stdin is not None
+        try:
+            agent.process.stdin.write(encode(order))
+            agent.process.stdin.flush()
+        except BrokenPipeError:
+            agent.process.wait(ENDING_S)
+            self._drain(agent)
+            raise _lost(agent) from None
+
+    def _read(self, agent: _Agent, name: str) -> bool:
+        """What there is; whether there may be more."""
+        stream = agent.process.stdout if name == "stdout" else agent.process.stderr
+        assert stream is not None
+        try:
+            data = os.read(stream.fileno(), 256 * 1024)
+        except BlockingIOError:
+            return False
+        lines = agent.lines[name]
+        for line in lines.feed(data) if data else lines.finish():
+            if name == "stdout":
+                self._take(agent, line)
+        if not data:
+            self._selector.unregister(stream)
+            stream.close()
+        return bool(data)
+
+    def _drain(self, agent: _Agent) -> None:
+        for name, stream in (("stdout", agent.process.stdout), ("stderr", agent.process.stderr)):
+            while stream is not None and not stream.closed and self._read(agent, name):
+                continue
+
+    def _take(self, agent: _Agent, line: str) -> None:
+        agent.heard_at = time.monotonic()
+        try:
+            report = read_report(line)
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            agent.lines["stderr"].tail.append(line)  # a shell's greeting, or an error of its own
+            return
+        match report:
+            case Here():
+                agent.hello = report
+            case Line() | Said():
+                self._on_report(agent.host, report)
+            case Refused(reason=reason):
+                raise RunFailed(f"{agent.host.name}: {reason}")
+            case Alive():
+                pass
+            case _:
+                agent.reports.append(report)
+
+    def close(self) -> None:
+        """End of the pipes, and so of all ranks; then of whoever has not heard it."""
+        for agent in self._agents:
+            assert agent.process.stdin is not None
+            try:
+                agent.process.stdin.close()
+            except BrokenPipeError:
+                continue  # it is gone already
+        deadline = time.monotonic() + ENDING_S
+        for agent in self._agents:
+            while agent.process.poll() is None and time.monotonic() < deadline:
+                for key, _ in self._selector.select(timeout=0.05):
+                    self._read(*key.data)
+            if agent.process.poll() is None:
+                agent.process.kill()
+            agent.process.wait()
+            self._drain(agent)
+        self._selector.close()
+
+
+def _is_this_host(host: Host) -> bool:
+    """No ssh is needed to come here: by our own name, or a loopback's."""
+    if host.ssh and host.ssh != host.name:
+        return False
+    return host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _check_versions(hellos: dict[str, Here]) -> None:
+    first = next(iter(hellos))
+    own = hellos[first]
+    for name, hello in hellos.items():
+        if hello.shoal != VERSION:
+            raise MeetingError(
+                f"{name} has shoal {hello.shoal}, this host has {VERSION}: install the same "
+                f"({hello.python} -m pip install shoal=={VERSION}, or shoal hosts install {name})."
+            )
+        if hello.torch != own.torch:
+            raise MeetingError(
+                f"{name} has torch {hello.torch or '(none)'}, {first} has {own.torch}: install the "
+                f"same on both ({hello.python} -m pip install torch=={own.torch})."
+            )
+
+
+def _lost(agent: _Agent) -> RunFailed:
+    code, name = agent.process.returncode, agent.host.name
+    said = _said(agent)
+    if code == NO_SHOAL:
+        return RunFailed(
+            f"{name}: shoal is not installed there.{said}\nInstall it: shoal hosts install {name}"
+        )
+    if code == 255 and agent.hello is None and not agent.is_here:
+        return RunFailed(
+            f"{name}: ssh {agent.host.target} failed.{said}{_remedy(said, agent.host)}"
+        )
+    if agent.hello is None:
+        return RunFailed(f"{name}: its agent ended at once (exit code {code}).{said}")
+    return RunFailed(f"{name}: the connection to it ended, and its ranks with it.{said}")
+
+
+def _said(agent: _Agent) -> str:
+    tail = [line for line in agent.lines["stderr"].tail if line.strip()]
+    return "".join(f"\n  {line}" for line in tail)
+
+
+def _remedy(said: str, host: Host) -> str:
+    if "Permission denied" in said:
+        return f"\nMake your key known there: ssh-copy-id {host.target}"
+    if "Host key verification failed" in said:
+        return f"\nConnect once by hand, and compare its key: ssh {host.target}"
+    if "Could not resolve" in said:
+        return (
+            f"\nThe name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
+            f'"ADDRESS" for {host.name} in a hosts.toml.'
+        )
+    return f"\nTry it by hand: ssh {host.target} true"

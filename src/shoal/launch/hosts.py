@@ -1,0 +1,124 @@
+"""Which hosts: from `laptop,desktop:2` or a hosts.toml to a list of `Host`. Pure but for the file.
+
+[hosts.laptop]                  # the first host leads
+
+[hosts.desktop]
+ssh = "me@desktop.local"        # what is typed behind ssh; default: the name
+address = "192.168.0.2"         # where the crew finds it; default: where ssh does
+slots = 2                       # ranks on it; default: 1
+python = "~/venv/bin/python"    # default: the path of ours, else what is found there
+folder = "~/work"               # where runs have their folders; default: ~/.cache/shoal/runs
+device = "cuda"                 # default: as --device says
+interface = "enp3s0"            # default: the one on the route to the leader
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import SettingsError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine, and how to use it."""
+
+    name: str
+    ssh: str = ""
+    address: str | None = None
+    slots: int = 1
+    python: str | None = None
+    folder: str | None = None
+    device: str | None = None
+    interface: str | None = None
+
+    @property
+    def target(self) -> str:
+        """What is typed behind `ssh`."""
+        return self.ssh or self.name
+
+
+FIELDS = tuple(name for name in Host.__struct_fields__ if name != "name")
+
+
+def read_hosts(text: str) -> list[Host]:
+    """What --hosts says: names, or the path of a hosts.toml. Raises with every fault together."""
+    if text.endswith(".toml") or Path(text).is_file():
+        return _read_file(Path(text))
+    hosts, faults = [], []
+    for part in text.split(","):
+        name, _, slots = part.strip().partition(":")
+        if not _NAME.fullmatch(name):
+            faults.append(f"--hosts {text}: {part.strip()!r} is no name of a host.")
+        elif slots and not (slots.isdecimal() and int(slots) > 0):
+            faults.append(f"--hosts {text}: {part.strip()}: expected NAME or NAME:SLOTS.")
+        else:
+            plain = name.rpartition("@")[2]
+            hosts.append(Host(name=plain, ssh=name, slots=int(slots or 1)))
+    return _checked(hosts, f"--hosts {text}", faults)
+
+
+def _read_file(path: Path) -> list[Host]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(
+            [f"--hosts {path}: there is no such file. `shoal hosts init NAME NAME` writes one."]
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError([f"--hosts {path}: {error}."]) from error
+    faults = [
+        f"{path}: unknown table {name!r}; expected [hosts.NAME]."
+        for name in content.keys() - {"hosts"}
+    ]
+    tables = content.get("hosts")
+    if not isinstance(tables, dict):
+        raise SettingsError([*faults, f"{path}: expected a table [hosts.NAME] for each host."])
+    hosts = []
+    for name, table in tables.items():
+        try:
+            hosts.append(_host(path, str(name), table))
+        except SettingsError as error:
+            faults += error.faults
+    return _checked(hosts, str(path), faults)
+
+
+def _host(path: Path, name: str, table: object) -> Host:
+    where = f"{path}: host {name}"
+    if not isinstance(table, dict):
+        raise SettingsError([f"{where}: expected a table, [hosts.{name}]."])
+    faults = []
+    for field in table.keys() - set(FIELDS):
+        near = difflib.get_close_matches(field, FIELDS, 1)
+        hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(FIELDS)}."
+        faults.append(f"{where}: unknown field {field!r}.{hint}")
+    if faults:
+        raise SettingsError(faults)
+    try:
+        return msgspec.convert({"name": name, **table}, Host)
+    except msgspec.ValidationError as error:
+        raise SettingsError([f"{where}: {error}."]) from error
+
+
+def _checked(hosts: list[Host], where: str, faults: list[str]) -> list[Host]:
+    names = [host.name for host in hosts]
+    for host in hosts:
+        if host.slots < 1:
+            faults.append(f"{where}: {host.name}: slots = {host.slots}; at least 1 is needed.")
+        if not _NAME.fullmatch(host.name):
+            faults.append(f"{where}: {host.name!r} is no name of a host.")
+        if host.target.startswith("-"):
+            faults.append(f"{where}: {host.name}: ssh = {host.target!r} would be an option of ssh.")
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        faults.append(f"{where}: {name} is there twice. Say {name}:2 for two ranks on it.")
+    if not hosts and not faults:
+        faults.append(f"{where}: there are no hosts.")
+    if faults:
+        raise SettingsError(faults)
+    return hosts

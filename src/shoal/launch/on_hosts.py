@@ -1,0 +1,187 @@
+"""A run on several hosts, from one of them: agents, code, ranks, logs, results.
+
+agents up, versions equal  ->  code there  ->  ranks run  ->  results back  ->  folders removed
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from shoal.errors import MeetingError
+from shoal.launch.agents import Agents
+from shoal.launch.copying import Copy, can_rsync, copy_all
+from shoal.launch.hosts import Host
+from shoal.launch.local import stop_signals
+from shoal.launch.messages import (
+    Clean,
+    FindPort,
+    Here,
+    Line,
+    Port,
+    Prepare,
+    Prepared,
+    RankTask,
+    Said,
+    Start,
+)
+from shoal.launch.outcome import RankEnd
+from shoal.rendezvous.ways import Way
+
+NEEDED_BYTES = 100 * 2**20
+"""On a host's disk, for code and results."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A host that is ready: where its ranks begin, and where they leave results."""
+
+    host: Host
+    hello: Here
+    is_here: bool
+    folder: str
+    results: str
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Whoever shows what the ranks do."""
+
+    on_line: Callable[[Host, int, str, str], None]
+    """Host, rank, stream, text."""
+    on_event: Callable[[int, bytes], None] = lambda rank, line: None
+    notify: Callable[[str], None] = lambda text: None
+    """What is being waited for."""
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    run_folder: Path,
+    make_tasks: Callable[[list[Site], list[Way]], list[RankTask]],
+    watcher: Watcher,
+    *,
+    project: Path,
+    sync: bool,
+    threads: int | None,
+    secret_files: dict[str, str] | None = None,
+) -> RankEnd | None:
+    """All of it. Returns the rank to blame, or None if all went well.
+
+    run_folder: gets each rank's log, and the results of the leader.
+    make_tasks: of each rank, when sites and ways are known.
+    """
+    with stop_signals(), ExitStack() as stack:
+        agents = stack.enter_context(Agents(hosts))
+        watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
+        sites = _prepare(agents, hosts, run_folder, project, sync)
+        watcher.notify("")
+        ways = _ways(agents, sites)
+        tasks = make_tasks(sites, ways)
+        starts = []
+        for site in sites:
+            own = [task for task in tasks if _host_of(hosts, task.rank) is site.host]
+            starts.append(
+                Start(folder=site.folder, ranks=own, threads=threads, secrets=secret_files or {})
+            )
+        logs = _Logs(run_folder / "logs", stack)
+
+        def on_report(host: Host, report: Line | Said) -> None:
+            if isinstance(report, Said):
+                watcher.on_event(report.rank, report.event.encode())
+                return
+            logs.write(report.rank, report.text)
+            watcher.on_line(host, report.rank, report.stream, report.text)
+
+        cause = agents.run(starts, on_report)
+        _fetch(sites[0], run_folder)
+        agents.tell_all(Clean())
+        return cause
+
+
+def _prepare(
+    agents: Agents, hosts: Sequence[Host], run_folder: Path, project: Path, sync: bool
+) -> list[Site]:
+    hellos = agents.hellos()
+    run = f"{run_folder.name}-{secrets.token_hex(4)}"
+    sites, copies = [], []
+    for host in hosts:
+        hello = hellos[host.name]
+        is_here = agents.is_here(host)
+        if is_here:
+            sites.append(Site(host, hello, True, str(project), str(run_folder.absolute())))
+            continue
+        if hello.free_bytes < NEEDED_BYTES:
+            raise MeetingError(
+                f"{host.name}: {hello.free_bytes // 2**20} MiB are free on its disk, and a run "
+                f"needs {NEEDED_BYTES // 2**20}. Free some, or give another folder in hosts.toml."
+            )
+        made = agents.ask(host, Prepare(run=run, folder=host.folder), Prepared)
+        by_rsync = hello.has_rsync and can_rsync()
+        if sync:
+            copies.append(Copy(host, project, made.code, by_rsync))
+        place = made.code if sync else str(project)
+        sites.append(Site(host, hello, False, place, made.results))
+    copy_all(copies)
+    return sites
+
+
+def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:
+    leader = sites[0]
+    size = sum(site.host.slots for site in sites)
+    port = agents.ask(leader.host, FindPort(), Port).port
+    address = _address(leader, sites)
+    ways: list[Way] = []
+    for site in sites:
+        for slot in range(site.host.slots):
+            ways.append(
+                Way(
+                    kind="tcp", rank=len(ways), size=size, host=address, port=port,
+                    local_rank=slot, local_size=site.host.slots,
+                )
+            )  # fmt: skip
+    return ways if size > 1 else [Way()]
+
+
+def _address(leader: Site, sites: Sequence[Site]) -> str:
+    """Where the others find the leader: as the file says, else as ssh has it."""
+    if leader.host.address:
+        return leader.host.address
+    if not leader.is_here:
+        return leader.hello.seen_as
+    seen = [site.hello.seen_from for site in sites if site.hello.seen_from]
+    return seen[0] if seen else "127.0.0.1"
+
+
+def _host_of(hosts: Sequence[Host], rank: int) -> Host:
+    for host in hosts:
+        if rank < host.slots:
+            return host
+        rank -= host.slots
+    raise IndexError(rank)
+
+
+def _fetch(leader: Site, run_folder: Path) -> None:
+    if leader.is_here:
+        return
+    by_rsync = leader.hello.has_rsync and can_rsync()
+    copy_all([Copy(leader.host, run_folder, leader.results, by_rsync, is_back=True)])
+
+
+class _Logs:
+    """A file for each rank, made when it first says something."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._files: dict[int, IO[str]] = {}
+
+    def write(self, rank: int, text: str) -> None:
+        if rank not in self._files:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"rank{rank}.log"
+            self._files[rank] = self._stack.enter_context(path.open("w", buffering=1))
+        self._files[rank].write(f"{text}\n")
