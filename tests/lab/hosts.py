@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from processes import until
 
 _numbers = itertools.count()
@@ -56,13 +59,13 @@ def why_not() -> str | None:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """`laptop` and `desktop`, gone again afterwards whatever happens."""
-    unique = f"shoal-{os.getpid()}-{next(_numbers)}"
+    remove_leftovers()
+    unique = unique_name()
     laptop = Host(f"{unique}-a", "laptop", "10.77.0.1")
     desktop = Host(f"{unique}-b", "desktop", "10.77.0.2")
     with ExitStack() as stack:
         for host in (laptop, desktop):
-            _ip("netns", "add", host.namespace)
-            stack.callback(_ip, "netns", "delete", host.namespace)  # takes its interfaces along
+            stack.enter_context(namespace(host.namespace))
         cable = ["type", "veth", "peer", "name", desktop.interface, "netns", desktop.namespace]
         _ip("-n", laptop.namespace, "link", "add", laptop.interface, *cable)
         for host in (laptop, desktop):
@@ -70,10 +73,63 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _ip(*inside, "address", "add", f"{host.address}/24", "dev", host.interface)
             _ip(*inside, "link", "set", host.interface, "up")
             _ip(*inside, "link", "set", "lo", "up")
-        for host in (laptop, desktop):  # the kernel notices a new cable in its own time
-            show = ("-n", host.namespace, "-o", "link", "show", host.interface)
-            until(lambda show=show: "state UP" in _ip(*show), f"{host.name}'s interface is up")  # type: ignore[misc]
+        for host in (laptop, desktop):
+            until_up(host)
         yield laptop, desktop
+
+
+def until_up(host: Host) -> None:
+    """The kernel notices a new cable in its own time."""
+    show = ("-n", host.namespace, "-o", "link", "show", host.interface)
+    until(lambda: "state UP" in _ip(*show), f"{host.name}'s interface is up")
+
+
+def unique_name() -> str:
+    """What the names of namespaces begin with: they tell whose they are."""
+    return f"shoal-{os.getpid()}-{next(_numbers)}"
+
+
+@contextmanager
+def namespace(name: str) -> Iterator[None]:
+    """One network namespace; it takes its interfaces along when it goes."""
+    _ip("netns", "add", name)
+    try:
+        yield
+    finally:
+        _ip("netns", "delete", name)
+
+
+def remove_leftovers() -> None:
+    """End and remove what test processes left here that were killed themselves."""
+    for name in namespaces():
+        owner = re.match(r"shoal-(\d+)-", name)
+        if owner is None or psutil.pid_exists(int(owner[1])):
+            continue
+        with suppress(RuntimeError):  # another test process may be at it too
+            kill_processes(name)
+            _ip("netns", "delete", name)
+
+
+def namespaces() -> list[str]:
+    return [line.split()[0] for line in _ip("netns", "list").splitlines()]
+
+
+def processes(namespace: str) -> list[int]:
+    """The ids of the processes there."""
+    return [int(pid) for pid in _ip("netns", "pids", namespace).split()]
+
+
+def kill_processes(namespace: str) -> None:
+    """Returns when they are gone."""
+
+    def none_left() -> bool:
+        found = processes(namespace)
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not found
+
+    until(none_left, f"all processes in {namespace} are gone")
 
 
 def listening_addresses(pid: int) -> set[str]:

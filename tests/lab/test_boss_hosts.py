@@ -45,13 +45,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture
-def begin(start, tmp_path: Path) -> Begin:
+def begin(start_warm, tmp_path: Path) -> Begin:
     """Starts something on a host, as a user whose settings are in a folder of that name."""
 
     def run(host: Host, home: str, *argv: str) -> Running:
         (tmp_path / home).mkdir(exist_ok=True)
-        running: Running = start(
-            *host.command(*argv), XDG_CONFIG_HOME=str(tmp_path / home), OMP_NUM_THREADS="1"
+        running: Running = start_warm(
+            *argv, host=host, XDG_CONFIG_HOME=str(tmp_path / home), OMP_NUM_THREADS="1"
         )
         return running
 

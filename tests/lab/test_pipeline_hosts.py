@@ -137,13 +137,15 @@ def homes(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> list[P
 
 
 @pytest.fixture
-def begin(hosts: list[Host], homes: list[Path], start: Callable[..., Running]) -> Begin:
+def begin(hosts: list[Host], homes: list[Path], start_warm: Callable[..., Running]) -> Begin:
     """Starts one rank by hand, on the host of the same number."""
 
     def starting(rank: int, *argv: str) -> Running:
         meeting = ["--init", PLACE, "--rank", str(rank), "--world-size", "3"]
-        return start(
-            *hosts[rank].command(*argv, *meeting),
+        return start_warm(
+            *argv,
+            *meeting,
+            host=hosts[rank],
             XDG_CONFIG_HOME=str(homes[rank]),
             OMP_NUM_THREADS="1",
             TORCH_CPP_LOG_LEVEL="ERROR",

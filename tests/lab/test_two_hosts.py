@@ -28,13 +28,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture
-def train(hosts: tuple[Host, Host], start: Callable[..., Running], tmp_path: Path) -> Train:
+def train(hosts: tuple[Host, Host], start_warm: Callable[..., Running], tmp_path: Path) -> Train:
     """Starts rank 0 on the laptop, rank 1 on the desktop."""
 
     def begin(rank: int, init: str, *options: str, timeout_s: float = 30) -> Running:
         meeting = ["--init", init, "--rank", str(rank), "--world-size", "2"]
         fixed = ["--timeout", f"{timeout_s:g}", "--out", str(tmp_path / "runs")]
-        return start(*hosts[rank].command(*SHOAL, *TRAIN, *meeting, *fixed, *options))
+        return start_warm(*SHOAL, *TRAIN, *meeting, *fixed, *options, host=hosts[rank])
 
     return begin
 

@@ -47,15 +47,18 @@ def homes(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def talk(hosts: tuple[Host, Host], homes: tuple[Path, Path], start, tmp_path: Path) -> Talk:
+def talk(hosts: tuple[Host, Host], homes: tuple[Path, Path], start_warm, tmp_path: Path) -> Talk:
     """Starts a script on both hosts."""
 
     def begin(body: str) -> list[Running]:
         script = tmp_path / "script.py"
         script.write_text(HEAD + body)
         return [
-            start(
-                *hosts[rank].command(SHOAL[0], str(script), str(rank)),
+            start_warm(
+                SHOAL[0],
+                str(script),
+                str(rank),
+                host=hosts[rank],
                 XDG_CONFIG_HOME=str(homes[rank]),
                 OMP_NUM_THREADS="1",
                 PYTHONUNBUFFERED="1",

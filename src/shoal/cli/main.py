@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.doctor import doctor
+from shoal.cli.hosts import hosts_app
 from shoal.cli.keygen import keygen
 from shoal.cli.run import run
 from shoal.cli.status import status
@@ -28,6 +30,8 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(keygen)
 app.command()(worker)
 app.command()(status)
+app.add_typer(hosts_app)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shoal.errors import EXIT_INTERRUPTED, SettingsError
+from shoal.launch.hosts import read_hosts
 from shoal.settings import boss_in_environment
 
 
@@ -46,6 +47,17 @@ def worker(
         bool, typer.Option("--insecure", help="Go beyond this host without keys.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Start workers on these hosts, over ssh: laptop,desktop:2 or the path of a "
+            "hosts.toml; with keys for them and for a boss on this host. --boss :PORT is this host."
+        ),
+    ] = None,
+    no_sync: Annotated[
+        bool,
+        typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
+    ] = False,
 ) -> None:
     """Work for a boss: wait for it, hold the stage that it brings, and wait for the next one.
 
@@ -56,6 +68,20 @@ def worker(
         raise SettingsError(
             ["--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."]
         )
+    if hosts is not None:
+        from shoal.cli.hosts_worker import workers_on_hosts  # which brings zmq
+
+        options = [word for name in allow or [] for word in ("--allow", name)]
+        options += [f"--device={device}"] + ["--once"] * once + ["--quiet"] * quiet
+        workers_on_hosts(
+            read_hosts(hosts),
+            address,
+            options,
+            threads=threads,
+            insecure=insecure,
+            sync=not no_sync,
+        )
+        return
     # Imported here: the launcher, which shares this program, starts without torch.
     import torch
 

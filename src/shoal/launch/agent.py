@@ -27,9 +27,13 @@ from shoal.launch.messages import (
     Alive,
     Clean,
     Done,
+    Examine,
+    FindAddress,
     FindPort,
     Here,
     Line,
+    Listen,
+    Measure,
     Order,
     Ping,
     Port,
@@ -39,11 +43,13 @@ from shoal.launch.messages import (
     Report,
     Said,
     Start,
+    TellTime,
     encode,
     read_order,
 )
 from shoal.launch.outcome import RankEnd, end_in
 from shoal.launch.output import Lines
+from shoal.launch.probing import answer
 from shoal.rendezvous.ways import ends_of_ssh, inherited_environment
 from shoal.settings import cache_dir, threads_each
 from shoal.version import VERSION
@@ -75,6 +81,8 @@ class Agent:
                         self._say(Port(port=_free_port()))
                     case Start():
                         self._start(order)
+                    case TellTime() | FindAddress() | Listen() | Measure() | Examine():
+                        self._say(answer(order))
                     case Clean() if self._folder is not None:
                         shutil.rmtree(self._folder, ignore_errors=True)
                     case _:

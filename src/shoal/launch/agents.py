@@ -9,12 +9,14 @@ Whoever closes these pipes, or dies, ends all ranks everywhere: the agents see t
 from __future__ import annotations
 
 import os
+import re
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -54,6 +56,21 @@ AGENT = "shoal.launch.agent"
 Answer = TypeVar("Answer", bound=Report)
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Why a host is not with us."""
+
+    host: str
+    what: str
+    said: str = ""
+    """By its ssh, or by itself; each line begins on a new one."""
+    remedy: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.host}: {self.what}{self.said}" + (f"\n{self.remedy}" if self.remedy else "")
+
+
 @dataclass(eq=False)
 class _Agent:
     host: Host
@@ -71,9 +88,14 @@ class _Agent:
 
 
 class Agents(Closing):
-    """One for each host, started together. `host_of` maps ranks to hosts for `on_line`."""
+    """One for each host, started together.
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    A host that is lost is an error; with `keep_going`, it is noted in `lost` and the others go on.
+    """
+
+    def __init__(self, hosts: Sequence[Host], *, keep_going: bool = False) -> None:
+        self._keep_going = keep_going
+        self.lost: dict[str, Loss] = {}
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
         self._pinged_at = 0.0
@@ -97,7 +119,7 @@ class Agents(Closing):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,  # Ctrl-C is for us, and we tell them
-            preexec_fn=die_with_parent(),
+            preexec_fn=die_with_parent(signal.SIGTERM),  # so that it can end its ranks
         )
         agent = _Agent(host, process, is_here)
         self._agents.append(agent)
@@ -110,33 +132,51 @@ class Agents(Closing):
 
     def hellos(self) -> dict[str, Here]:
         """By host, when all are up; with the same shoal and the same torch."""
-        deadline = time.monotonic() + START_S
-        while missing := [a for a in self._agents if a.hello is None]:
-            if time.monotonic() > deadline:
-                raise MeetingError(
-                    f"{missing[0].host.name}: nothing was heard from its agent for {START_S:g} s."
-                    + _said(missing[0])
-                )
-            self._turn()
-        found = {agent.host.name: agent.hello for agent in self._agents if agent.hello}
+        found = self.arrivals()
         _check_versions(found)
         return found
+
+    def arrivals(self) -> dict[str, Here]:
+        """By host, when all are up or lost."""
+        deadline = time.monotonic() + START_S
+        while missing := [a for a in self._here() if a.hello is None]:
+            if time.monotonic() > deadline:
+                what = f"nothing was heard from its agent for {START_S:g} s."
+                self._lose(missing[0], Loss(missing[0].host.name, what, _said(missing[0])))
+            self._turn()
+        return {agent.host.name: agent.hello for agent in self._agents if agent.hello}
 
     def is_here(self, host: Host) -> bool:
         return any(agent.is_here for agent in self._agents if agent.host is host)
 
     def ask(self, host: Host, order: Order, kind: type[Answer], limit_s: float = 30.0) -> Answer:
-        agent = next(each for each in self._agents if each.host is host)
-        self._tell(agent, order)
+        answer = self.ask_each({host.name: order}, kind, limit_s).get(host.name)
+        if answer is None:
+            raise RunFailed(self.lost[host.name].text)
+        return answer
+
+    def ask_each(
+        self, orders: Mapping[str, Order], kind: type[Answer], limit_s: float = 30.0
+    ) -> dict[str, Answer]:
+        """All at the same time; by host. Without those that are lost."""
+        asked = [agent for agent in self._here() if agent.host.name in orders]
+        for agent in asked:
+            self._tell(agent, orders[agent.host.name])
         deadline = time.monotonic() + limit_s
+        answers: dict[str, Answer] = {}
         while True:
-            for report in agent.reports:
-                if isinstance(report, kind):
+            for agent in asked:
+                for report in [r for r in agent.reports if isinstance(r, kind)]:
                     agent.reports.remove(report)
-                    return report
+                    answers[agent.host.name] = report
+            waiting = [a for a in asked if a.host.name not in (answers.keys() | self.lost.keys())]
+            if not waiting:
+                return answers
             if time.monotonic() > deadline:
-                raise MeetingError(f"{host.name}: no answer within {limit_s:g} s.{_said(agent)}")
-            self._turn()
+                what = f"no answer within {limit_s:g} s."
+                self._lose(waiting[0], Loss(waiting[0].host.name, what, _said(waiting[0])))
+            else:
+                self._turn()
 
     def tell_all(self, order: Order) -> None:
         for agent in self._agents:
@@ -166,6 +206,17 @@ class Agents(Closing):
                     break
         return cause_of(ends)
 
+    def _here(self) -> list[_Agent]:
+        return [agent for agent in self._agents if agent.host.name not in self.lost]
+
+    def _lose(self, agent: _Agent, loss: Loss) -> None:
+        if not self._keep_going:
+            raise RunFailed(loss.text)
+        self.lost.setdefault(agent.host.name, loss)
+        agent.is_done = True
+        if agent.process.poll() is None:
+            agent.process.kill()
+
     # -- one turn ----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
@@ -182,12 +233,13 @@ class Agents(Closing):
             if agent.process.poll() is not None:
                 self._drain(agent)
                 if not any(isinstance(report, Done) for report in agent.reports):
-                    raise _lost(agent)
+                    self._lose(agent, _loss(agent))
             elif time.monotonic() > agent.heard_at + SILENCE_S and agent.hello is not None:
-                raise RunFailed(
-                    f"{agent.host.name}: nothing was heard from it for {SILENCE_S:g} s: the "
-                    f"connection is dead, or the host hangs.{_said(agent)}"
+                what = (
+                    f"nothing was heard from it for {SILENCE_S:g} s: the connection is dead, or "
+                    "the host hangs."
                 )
+                self._lose(agent, Loss(agent.host.name, what, _said(agent)))
 
     def _tell(self, agent: _Agent, order: Order) -> None:
         assert agent.process.stdin is not None
@@ -197,7 +249,7 @@ class Agents(Closing):
         except BrokenPipeError:
             agent.process.wait(ENDING_S)
             self._drain(agent)
-            raise _lost(agent) from None
+            self._lose(agent, _loss(agent))
 
     def _read(self, agent: _Agent, name: str) -> bool:
         """What there is; whether there may be more."""
@@ -234,7 +286,7 @@ class Agents(Closing):
             case Line() | Said():
                 self._on_report(agent.host, report)
             case Refused(reason=reason):
-                raise RunFailed(f"{agent.host.name}: {reason}")
+                self._lose(agent, Loss(agent.host.name, reason))
             case Alive():
                 pass
             case _:
@@ -283,20 +335,18 @@ def _check_versions(hellos: dict[str, Here]) -> None:
             )
 
 
-def _lost(agent: _Agent) -> RunFailed:
+def _loss(agent: _Agent) -> Loss:
     code, name = agent.process.returncode, agent.host.name
     said = _said(agent)
     if code == NO_SHOAL:
-        return RunFailed(
-            f"{name}: shoal is not installed there.{said}\nInstall it: shoal hosts install {name}"
-        )
+        what, remedy = "shoal is not installed there.", f"Install it: shoal hosts install {name}"
+        return Loss(name, what, said, remedy)
     if code == 255 and agent.hello is None and not agent.is_here:
-        return RunFailed(
-            f"{name}: ssh {agent.host.target} failed.{said}{_remedy(said, agent.host)}"
-        )
+        what = f"ssh {agent.host.target} failed."
+        return Loss(name, what, said, _remedy(said, agent.host))
     if agent.hello is None:
-        return RunFailed(f"{name}: its agent ended at once (exit code {code}).{said}")
-    return RunFailed(f"{name}: the connection to it ended, and its ranks with it.{said}")
+        return Loss(name, f"its agent ended at once (exit code {code}).", said)
+    return Loss(name, "the connection to it ended, and its ranks with it.", said)
 
 
 def _said(agent: _Agent) -> str:
@@ -306,12 +356,21 @@ def _said(agent: _Agent) -> str:
 
 def _remedy(said: str, host: Host) -> str:
     if "Permission denied" in said:
-        return f"\nMake your key known there: ssh-copy-id {host.target}"
+        return f"Make your key known there: ssh-copy-id {host.target}"
     if "Host key verification failed" in said:
-        return f"\nConnect once by hand, and compare its key: ssh {host.target}"
+        return f"Connect once by hand, and compare its key: ssh {host.target}"
     if "Could not resolve" in said:
         return (
-            f"\nThe name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
+            f"The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
             f'"ADDRESS" for {host.name} in a hosts.toml.'
         )
-    return f"\nTry it by hand: ssh {host.target} true"
+    if "Connection refused" in said:
+        return "No ssh server runs there. Start it there: sudo systemctl enable --now ssh"
+    if re.search(r"Connection to \S+ port \d+ timed out", said):  # not "connect to": it did
+        return (
+            "The connection came about, and then large packets were lost: a smaller MTU on the "
+            "way? Try there: sudo ip link set dev INTERFACE mtu 1280"
+        )
+    if "timed out" in said or "No route to host" in said:
+        return f"Is it switched on, and on this network? Try: ping {host.target}"
+    return f"Try it by hand: ssh {host.target} true"

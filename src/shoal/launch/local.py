@@ -251,8 +251,8 @@ def _signal_group(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """For the child, before it runs: be killed when the launcher is gone (Linux)."""
+def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
+    """For the child, before it runs: get this signal when the launcher is gone (Linux)."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -260,7 +260,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
     def bind() -> None:
         set_death_signal = 1  # PR_SET_PDEATHSIG
-        libc.prctl(set_death_signal, signal.SIGKILL)
+        libc.prctl(set_death_signal, signum)
         if os.getppid() != parent:  # it went while we were being made
             os._exit(1)
 

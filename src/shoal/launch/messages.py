@@ -49,7 +49,53 @@ class Clean(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The folders of this run are not needed any more."""
 
 
-Order: TypeAlias = Prepare | FindPort | Start | Ping | Clean
+class TellTime(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What does the clock say there?"""
+
+
+class FindAddress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """By which address do the others find this host? The first that is given decides."""
+
+    address: str | None = None
+    """A name, or an address."""
+    interface: str | None = None
+    towards: str | None = None
+    """Where the leader is. Without any of the three: on the way to anywhere else."""
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Expect one visitor, who knows the token, on any free port; for some seconds."""
+
+    address: str
+    token: str
+    fixed_port: int | None = None
+    """Listen on this one as well."""
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Be that visitor, and measure the way."""
+
+    address: str
+    port: int
+    token: str
+    fixed_port: int | None = None
+
+
+class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What is this host like?"""
+
+    names: list[str]
+    """What do these names stand for there?"""
+    folder: str | None
+    """Where runs have their folders; None: in the cache."""
+    project: str | None
+    """A folder whose files are compared; None: they are not."""
+
+
+Probe: TypeAlias = TellTime | FindAddress | Listen | Measure | Examine
+"""What only the doctor asks."""
+
+Order: TypeAlias = Prepare | FindPort | Start | Ping | Clean | Probe
 
 
 # -- from the agent --------------------------------------------------------------------------------
@@ -112,7 +158,64 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nothing new."""
 
 
-Report: TypeAlias = Here | Prepared | Port | Line | Said | Done | Refused | Alive
+class Clock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    now_s: float
+    """Since 1970."""
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    address: str = ""
+    interface: str = ""
+    """Which holds it; empty: none there does."""
+    mtu: int = 0
+    fault: str = ""
+    """Why there is no address."""
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    port: int = 0
+    fault: str = ""
+    """Why nobody listens."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The way from here to there. What could not be measured any more is None."""
+
+    error: str = ""
+    """Why there is no connection: timeout, refused, rejected, absent, no-route or broken."""
+    detail: str = ""
+    """The system's own words for it."""
+    latency_s: float | None = None
+    """A round trip of a small message, the median."""
+    large_bytes: int | None = None
+    """Of LARGE_BYTES sent in one go, how many came in time."""
+    bytes_per_s: float | None = None
+    fixed_error: str | None = None
+    """As `error`, for the fixed port; None: there is none."""
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a host is like."""
+
+    own_name: str
+    names: dict[str, str]
+    """Of the hosts and of its own: the address that each stands for; empty: none."""
+    addresses: dict[str, list[str]]
+    """By interface."""
+    memory_bytes: int
+    free_memory_bytes: int
+    gpus: int
+    free_disk_bytes: int
+    firewalls: list[str]
+    """Tools that set them up, as far as they are there."""
+    code: str | None = None
+    """A hash of the project's files; None: not asked for; empty: there is no such folder."""
+
+
+Report: TypeAlias = (
+    Here | Prepared | Port | Line | Said | Done | Refused | Alive
+    | Clock | Address | Listening | Measured | Condition
+)  # fmt: skip
 
 
 def encode(message: Order | Report) -> bytes:

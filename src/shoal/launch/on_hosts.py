@@ -133,7 +133,7 @@ def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:
     leader = sites[0]
     size = sum(site.host.slots for site in sites)
     port = agents.ask(leader.host, FindPort(), Port).port
-    address = _address(leader, sites)
+    address = meeting_address(leader, sites)
     ways: list[Way] = []
     for site in sites:
         for slot in range(site.host.slots):
@@ -146,7 +146,7 @@ def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:
     return ways if size > 1 else [Way()]
 
 
-def _address(leader: Site, sites: Sequence[Site]) -> str:
+def meeting_address(leader: Site, sites: Sequence[Site]) -> str:
     """Where the others find the leader: as the file says, else as ssh has it."""
     if leader.host.address:
         return leader.host.address

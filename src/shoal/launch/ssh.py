@@ -11,6 +11,8 @@ CONNECT_S = 10
 ALIVE_S = 3
 MISSED = 3
 """A connection that answers nothing for so many times ALIVE_S is dead."""
+VENV = ".local/share/shoal/venv"
+"""In a user's home: where `shoal hosts install` puts it."""
 NO_SHOAL = 97
 """The exit code where no interpreter there has shoal."""
 
@@ -39,7 +41,7 @@ def find_python(host: Host, module: str) -> str:
         candidates = [_home(host.python)]
     else:
         candidates = [shlex.quote(sys.executable)]
-        candidates += [".venv/bin/python", "venv/bin/python", "python3", "python"]
+        candidates += [f'"$HOME"/{VENV}/bin/python', "python3", "python"]
     script = _FIND.format(candidates=" ".join(candidates), module=module, code=NO_SHOAL)
     return f"exec sh -c {shlex.quote(script)}"
 

@@ -243,6 +243,32 @@ class AuthorizedKeys:
         return names
 
 
+@contextmanager
+def authorized_meanwhile(path: Path, public: str, name: str) -> Iterator[None]:
+    """A line more in a file of authorized keys, which is taken out again in the end."""
+    assert not _key_fault(public), public
+    assert not _name_fault(name), name
+    remedy = "Nobody was authorized. Choose a folder that has room and that this user may write."
+    with _explained(f"{path} cannot be written", remedy):
+        _make_private(path.parent)
+        before = path.read_bytes() if path.exists() else b""
+        gap = b"" if not before or before.endswith(b"\n") else b"\n"
+        _put(path, before + gap + f"{public} {name}\n".encode())
+    try:
+        yield
+    finally:
+        with _explained(f"{path} cannot be written", f"Take the line of {public} out of it."):
+            lines = path.read_bytes().splitlines(keepends=True)
+            _put(path, b"".join(each for each in lines if not each.startswith(public.encode())))
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Whole or not at all; who may read and write it stays as it was."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
+    with _written(path.parent, content.decode(), mode) as written:
+        written.replace(path)
+
+
 def _check_authorship(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"{path} is not a regular file. Nobody is authorized until it is one.")

@@ -1,0 +1,94 @@
+"""`shoal worker --hosts`: workers on other hosts, with keys for them and for the boss here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from shoal.errors import SettingsError
+from shoal.launch.hosts import Host
+from shoal.launch.local import Interrupted
+from shoal.launch.messages import RankTask
+from shoal.launch.on_hosts import Site, Watcher, run_on_hosts
+from shoal.launch.outcome import describe
+from shoal.rendezvous.ways import Way
+from shoal.report.run_folder import make_folder
+from shoal.report.waiting import waiting_line
+from shoal.wire.keys import (
+    authorized_meanwhile,
+    default_authorized_keys_path,
+    default_key_path,
+    new_pair,
+    own_name,
+    read_pair,
+    write_pair,
+)
+
+
+def workers_on_hosts(
+    hosts: list[Host],
+    boss: str,
+    options: list[str],
+    *,
+    threads: int | None,
+    insecure: bool,
+    sync: bool,
+    out: str = "runs",
+) -> None:
+    """One on every slot, until Ctrl-C. boss: HOST:PORT; or :PORT, of a boss on this host.
+
+    options: more words for each `shoal worker`.
+    """
+    if not boss.rpartition(":")[2].isdecimal():
+        raise SettingsError([f"--boss {boss}: expected HOST:PORT; or :PORT, for a boss here."])
+    folder = make_folder(out, "workers")
+    with _keys(insecure) as (secret_files, words):
+
+        def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
+            where = f"{_this_host(sites)}{boss}" if boss.startswith(":") else boss
+            arguments = ["-m", "shoal", "worker", "--boss", where, *words, *options]
+            count = sum(site.host.slots for site in sites)
+            return [RankTask(rank=n, arguments=arguments, environment={}) for n in range(count)]
+
+        def show(host: Host, rank: int, stream: str, text: str) -> None:
+            print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
+
+        try:
+            cause = run_on_hosts(
+                hosts, folder, make_tasks, Watcher(on_line=show, notify=waiting_line(sys.stderr)),
+                project=Path.cwd(), sync=sync, threads=threads, secret_files=secret_files,
+            )  # fmt: skip
+        except Interrupted as interrupted:
+            raise typer.Exit(interrupted.exit_code) from None
+    if cause is not None:
+        print(f"shoal: {describe(cause)}", file=sys.stderr)
+        raise typer.Exit(cause.exit_code)
+
+
+def _this_host(sites: list[Site]) -> str:
+    """As the other hosts see it."""
+    return next((site.hello.seen_from for site in sites if site.hello.seen_from), "127.0.0.1")
+
+
+@contextmanager
+def _keys(insecure: bool) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Secret files for the workers, and the words that point to them.
+
+    They share a new key, which the boss on this host trusts for as long as they run; its own key,
+    made if there is none, is the only other one that they trust.
+    """
+    if insecure:
+        yield {}, ["--insecure"]
+        return
+    path = default_key_path()
+    if not path.exists():
+        write_pair(path, new_pair(), own_name())
+    boss, workers = read_pair(path), new_pair()
+    files = {"key": f"{workers.secret}\n", "known": f"{boss.public} boss\n"}
+    words = ["--key", "{key}", "--authorized-keys", "{known}", "--boss-key", "boss"]
+    with authorized_meanwhile(default_authorized_keys_path(), workers.public, "workers"):
+        yield files, words

@@ -1,0 +1,89 @@
+"""shoal on a host that has none: the very code that runs here, in a venv of its own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shoal.errors import RunFailed
+from shoal.launch.hosts import Host
+from shoal.launch.local import die_with_parent
+from shoal.launch.ssh import VENV, ssh_argv
+from shoal.version import VERSION
+
+_WHEEL = "Wheel-Version: 1.0\nGenerator: shoal\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_INSTALL = """
+set -e
+venv="$HOME/$1"
+shift
+for python in python3.13 python3.12 python3.11 python3; do
+  found=$(command -v $python 2>/dev/null) || continue
+  "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' && break
+  found=
+done
+[ -n "$found" ] || { echo "there is no python of 3.11 or later: install one" >&2; exit 1; }
+"$found" -m venv "$venv" || { echo "venv is missing: apt install python3-venv" >&2; exit 1; }
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+tar -xz
+"$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt "$@"
+"""
+
+
+def install(hosts: Sequence[Host], pip: Sequence[str], tell: Callable[[str], None]) -> None:
+    """On each, one after the other: what pip says there is told. Raises for the first that fails.
+
+    pip: more words for it, for example where torch is to come from.
+    """
+    with tempfile.TemporaryDirectory(prefix="shoal-") as name:
+        folder = Path(name)
+        wheel = make_wheel(folder)
+        torch = importlib.metadata.version("torch").partition("+")[0]
+        (folder / "constraints.txt").write_text(f"torch=={torch}\n")
+        for host in hosts:
+            _install(host, folder, [*pip, f"./{wheel.name}"], tell)
+
+
+def make_wheel(folder: Path) -> Path:
+    """Of the package as it lies here, however it was installed; needs no network and no source."""
+    own = importlib.metadata.distribution("shoal")
+    info = f"shoal-{VERSION}.dist-info"
+    path = folder / f"shoal-{VERSION}-py3-none-any.whl"
+    package = Path(__file__).parents[1]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file in sorted(package.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                wheel.write(file, f"shoal/{file.relative_to(package)}")
+        wheel.writestr(f"{info}/METADATA", own.read_text("METADATA") or "")
+        wheel.writestr(f"{info}/entry_points.txt", own.read_text("entry_points.txt") or "")
+        wheel.writestr(f"{info}/WHEEL", _WHEEL)
+        names = [*wheel.namelist(), f"{info}/RECORD"]
+        wheel.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in names))
+    return path
+
+
+def _install(host: Host, folder: Path, words: Sequence[str], tell: Callable[[str], None]) -> None:
+    there = f"exec {shlex.join(['sh', '-c', _INSTALL, 'shoal', VENV, *words])}"
+    pack = ["tar", "-C", str(folder), "-cz", "."]
+    line = f"{shlex.join(pack)} | {shlex.join(ssh_argv(host, there))}"
+    process = subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", line],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+    assert process.stdout is not None
+    last = ""
+    for text in process.stdout:
+        last = text.strip() or last
+        tell(f"[{host.name}] {text.rstrip()}")
+    if process.wait() != 0:
+        raise RunFailed(f"{host.name}: shoal could not be installed: {last}")

@@ -1,0 +1,314 @@
+"""`shoal run` and `shoal train` with --hosts: from one host, over its user's own ssh, on all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import SHOAL, Running, all_gone, until
+from safetensors.torch import load_file
+from ssh_hosts import Lab, ssh_lab, why_not
+
+from shoal.version import VERSION
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+HELLO = """
+import os, pathlib, socket, sys
+print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", socket.gethostname(), *sys.argv[1:])
+print(pathlib.Path("beside.txt").read_text())
+print("cwd", os.getcwd(), file=sys.stderr)
+"""
+WAIT = """
+import os, signal, subprocess, sys
+child = subprocess.Popen(["sleep", "1000"])
+print("pids", os.getpid(), child.pid, flush=True)
+signal.pause()
+"""
+FAIL = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("about to fail", flush=True)
+    sys.exit(7)
+time.sleep(1000)
+"""
+FLOOD = """
+import os, sys
+for number in range(30_000):
+    print(number, "x" * (number % 100))
+sys.stdout.write("y" * 200_000)
+"""
+BOSS = """
+import torch, shoal
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+with shoal.Boss("tcp://0.0.0.0:1024", workers=2, wait_s=60) as boss:
+    names = sorted(worker.host for worker in boss.status().workers)
+    model = boss.place(net, cuts=["2"])
+    optimizer = boss.optimizer(torch.optim.SGD, lr=0.1)
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    placed = model.state_dict()
+net(x).sum().backward()
+torch.optim.SGD(net.parameters(), lr=0.1).step()
+same = all(torch.equal(placed[name], tensor) for name, tensor in net.state_dict().items())
+print(names, "the same" if same else "different")
+"""
+TRAIN = ("--model", "residual-mlp", "--data", "sine", "--epochs", "1", "--batch-size", "512")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with ssh_lab(tmp_path_factory.mktemp("lab"), ("laptop", "desktop", "server")) as made:
+        yield made
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The user's folder on the laptop."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    scripts = {"hello": HELLO, "wait": WAIT, "fail": FAIL, "flood": FLOOD, "boss": BOSS}
+    for name, text in scripts.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "beside.txt").write_text("this came along")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "old.pyc").write_text("")
+    return folder
+
+
+class Launched(Running):
+    """A shoal command that the laptop's user types in the project's folder."""
+
+    def __init__(self, lab: Lab, project: Path, *words: str) -> None:
+        command = lab.command("laptop", "env", "-C", str(project), *SHOAL, *words)
+        super().__init__(project.parent / "said", command)
+
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def launch(lab: Lab, project: Path) -> Iterator[Launch]:
+    started: list[Launched] = []
+
+    def begin(*words: str) -> Launched:
+        started.append(Launched(lab, project, *words))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.kill()
+
+
+def nothing_is_left(lab: Lab) -> None:
+    for host in lab.hosts:
+        until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
+
+
+def run_folder(project: Path) -> Path:
+    (folder,) = (project / "runs").iterdir()
+    return folder
+
+
+def test_a_script_on_three_hosts(lab: Lab, launch: Launch, project: Path) -> None:
+    run = launch("run", "--hosts", "laptop,desktop:2,server", "hello.py", "--its", "own")
+    assert run.end() == 0, run.said
+    for rank, host in enumerate(("laptop", "desktop", "desktop", "server")):
+        assert f"[{host} {rank}] {rank} of 4 on {host} --its own" in run.out
+        assert f"[{host} {rank}] this came along" in run.out
+    assert f"[laptop 0] cwd {project}" in run.err
+    log = (run_folder(project) / "logs/rank2.log").read_text()
+    assert "2 of 4 on desktop" in log
+    assert "cwd " in log
+    nothing_is_left(lab)
+    for name in ("desktop", "server"):
+        assert list((lab[name].home / ".cache/shoal/runs").iterdir()) == []
+
+
+def test_training_led_by_another_host(
+    lab: Lab, launch: Launch, project: Path, start: Callable[..., Running]
+) -> None:
+    """Results come back; the weights are those of ranks on one host."""
+    words = ("train", *TRAIN, "--threads", "1")
+    run = launch(*words, "--hosts", "desktop,laptop")
+    alone = start(*SHOAL, *words, "--workers", "2", "--out", str(project / "alone"))
+    assert (run.end(), alone.end()) == (0, 0), run.said + alone.said
+    folder = run_folder(project)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["hosts"] == ["desktop", "laptop"]
+    assert summary["folder"] == f"runs/{folder.name}"
+    assert f"kept in runs/{folder.name}" in run.out
+    assert (folder / "metrics.jsonl").stat().st_size > 0
+    (other,) = (project / "alone").iterdir()
+    ours, theirs = (load_file(each / "model.safetensors") for each in (folder, other))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    nothing_is_left(lab)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--sync", "central"),
+        ("--transport", "zmq"),
+        ("--stages", "3", "--transport", "zmq", "--schedule", "1f1b"),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_layouts_are_exact_and_need_no_keys_by_hand(
+    lab: Lab, launch: Launch, words: tuple[str, ...]
+) -> None:
+    hosts = ("--hosts", "laptop,desktop,server")
+    run = launch("train", *TRAIN, "--threads", "1", *words, "--verify", *hosts)
+    assert run.end() == 0, run.said
+    assert "pass" in run.out
+
+
+def test_a_rank_that_fails_is_named_and_all_are_ended(lab: Lab, launch: Launch) -> None:
+    run = launch("run", "--hosts", "laptop,desktop,server", "fail.py")
+    assert run.end() == 7, run.said
+    assert "[desktop 1] about to fail" in run.out
+    assert "shoal: rank 1 (desktop, pid " in run.err
+    assert "ended with exit code 7" in run.err
+    nothing_is_left(lab)
+
+
+def waiting(launch: Launch) -> Launched:
+    run = launch("run", "--hosts", "laptop,desktop,server", "wait.py")
+    run.until(lambda: run.out.count("pids") == 3)
+    return run
+
+
+def test_ctrl_c(lab: Lab, launch: Launch) -> None:
+    run = waiting(launch)
+    run.interrupt()
+    assert run.process.returncode == 130, run.said
+    assert "Traceback" not in run.err
+    nothing_is_left(lab)
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(lab: Lab, launch: Launch) -> None:
+    run = waiting(launch)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+    nothing_is_left(lab)
+
+
+def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(lab: Lab, launch: Launch) -> None:
+    run = waiting(launch)
+    (pids,) = re.findall(r"\[server 2\] pids (\d+) (\d+)", run.out)
+    ranks = [psutil.Process(int(pid)) for pid in pids]
+    lab["server"].cut_off()
+    try:
+        assert run.end() == 1, run.said
+        assert "shoal: server: the connection to it ended" in run.err
+        until(lambda: all_gone(ranks), "its rank is gone, with what that had started")
+    finally:
+        lab["server"].plug_in()
+    for host in lab.hosts[:2]:  # on the server an sshd waits on for packets, as sshd does
+        until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
+
+
+def test_much_output_and_a_line_without_an_end(launch: Launch, project: Path) -> None:
+    run = launch("run", "--hosts", "desktop", "flood.py")
+    assert run.end() == 0, run.err
+    lines = run.out.splitlines()
+    numbers = [int(line.split()[2]) for line in lines if line.split()[2].isdecimal()]
+    assert numbers == list(range(30_000))
+    assert run.out.count("y") == 200_000
+    assert (run_folder(project) / "logs/rank0.log").read_text().count("y") == 200_000
+
+
+def test_hosts_that_cannot_be_used_are_told_of(lab: Lab, launch: Launch, project: Path) -> None:
+    """Each with a remedy."""
+    desktop = lab["desktop"]
+
+    def failed(*hosts: str) -> str:
+        run = launch("run", "--hosts", *hosts, "hello.py")
+        assert run.end() == 1, run.said
+        assert "Traceback" not in run.err
+        assert run.out == ""
+        return run.err
+
+    desktop.stop_sshd()
+    try:
+        assert "desktop: ssh desktop failed" in (told := failed("laptop,desktop"))
+        assert "Connection refused" in told
+        assert "systemctl" in told
+    finally:
+        desktop.start_sshd()
+    desktop.forget_key()
+    try:
+        assert "Permission denied" in (told := failed("laptop,desktop"))
+        assert "ssh-copy-id desktop" in told
+    finally:
+        desktop.accept_key()
+    assert "Could not resolve" in (told := failed("laptop,printer"))
+    assert "/etc/hosts" in told
+    (project / "hosts.toml").write_text('[hosts.laptop]\n[hosts.desktop]\npython = "/bin/false"\n')
+    assert "shoal hosts install desktop" in failed("hosts.toml")
+    nothing_is_left(lab)
+
+
+def test_workers_of_a_boss_with_keys_that_nobody_made(
+    lab: Lab, launch: Launch, project: Path
+) -> None:
+    workers = launch("worker", "--hosts", "desktop,server", "--boss", ":1024", "--threads", "1")
+    home = lab["laptop"].home / ".config/shoal"
+    workers.until(lambda: (home / "authorized_keys").exists())
+    python = lab.command("laptop", "env", "-C", str(project), sys.executable, "boss.py")
+    boss = Running(project.parent / "boss", python)
+    try:
+        assert boss.end() == 0, boss.said + workers.said
+    finally:
+        boss.kill()
+    assert "['desktop', 'server'] the same" in boss.out
+    workers.until_says("has left")
+    workers.interrupt()
+    assert (home / "authorized_keys").read_text() == ""
+    assert (home / "key").stat().st_mode & 0o777 == 0o600
+    nothing_is_left(lab)
+
+
+def test_a_file_that_the_hosts_wrote_themselves(launch: Launch, project: Path) -> None:
+    made = launch("hosts", "init", "laptop", "desktop:2")
+    assert made.end() == 0, made.said
+    run = launch("run", "--hosts", "hosts.toml", "hello.py")
+    assert run.end() == 0, run.said
+    assert "[desktop 2] 2 of 3 on desktop" in run.out
+    again = launch("hosts", "init", "laptop")
+    assert again.end() == 2
+    assert "hosts.toml is there already" in again.err
+
+
+def test_shoal_where_there_was_none(lab: Lab, launch: Launch) -> None:
+    """Without what it needs, which would come over a network that these hosts do not have."""
+    run = launch("hosts", "install", "desktop", "--pip", "--no-deps --no-index")
+    assert run.end() == 0, run.said
+    python = lab["desktop"].home / ".local/share/shoal/venv/bin/python"
+    found = lab["desktop"].run(str(python), "-c", "import shoal.version as v; print(v.VERSION)")
+    assert found.stdout.split() == [VERSION], found.stderr
+
+
+def test_by_tar_where_there_is_no_rsync(lab: Lab, launch: Launch, project: Path) -> None:
+    """A host whose PATH has everything but rsync."""
+    tools = project.parent / "tools"
+    tools.mkdir()
+    for folder in ("/usr/bin", "/bin", "/usr/sbin"):
+        for tool in Path(folder).iterdir():
+            if tool.name != "rsync" and not (tools / tool.name).exists():
+                (tools / tool.name).symlink_to(tool)
+    command = lab.command("laptop", "env", "-C", str(project), f"PATH={tools}", *SHOAL)
+    run = Running(project.parent / "by-tar", [*command, "run", "--hosts", "desktop", "hello.py"])
+    assert run.end() == 0, run.said
+    assert "[desktop 0] this came along" in run.out
+    assert not psutil.pid_exists(run.process.pid)

@@ -1,0 +1,80 @@
+"""Which hosts: names on the command line, or a hosts.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import SettingsError
+from shoal.launch.hosts import Host, read_hosts
+
+
+def faults_of(text: str) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        read_hosts(text)
+    return caught.value.faults
+
+
+def test_names() -> None:
+    assert read_hosts("laptop,desktop:2, me@lab.example.org") == [
+        Host(name="laptop", ssh="laptop"),
+        Host(name="desktop", ssh="desktop", slots=2),
+        Host(name="lab.example.org", ssh="me@lab.example.org"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is no name of a host"),
+        ("laptop,,desktop", "is no name of a host"),
+        ("-oProxyCommand=x", "is no name of a host"),
+        ("laptop;rm", "is no name of a host"),
+        ("laptop:0", "expected NAME or NAME:SLOTS"),
+        ("laptop:two", "expected NAME or NAME:SLOTS"),
+        ("laptop,laptop", "laptop is there twice. Say laptop:2"),
+        ("absent.toml", "there is no such file. `shoal hosts init"),
+    ],
+)
+def test_names_that_are_none(text: str, told: str) -> None:
+    (fault,) = faults_of(text)
+    assert told in fault
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(
+        '[hosts.laptop]\n[hosts.desktop]\nssh = "me@10.0.0.2"\naddress = "10.0.0.2"\nslots = 2\n'
+        'python = "~/venv/bin/python"\nfolder = "~/work"\ndevice = "cuda"\ninterface = "enp3s0"\n'
+    )
+    laptop, desktop = read_hosts(str(path))
+    assert laptop == Host(name="laptop")
+    assert laptop.target == "laptop"
+    assert desktop.target == "me@10.0.0.2"
+    assert (desktop.slots, desktop.device, desktop.interface) == (2, "cuda", "enp3s0")
+
+
+def test_every_fault_of_a_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(
+        'title = "x"\n[hosts.a]\nslot = 2\n[hosts.b]\nslots = "two"\n[hosts.c]\nslots = 0\n'
+        '[hosts.d]\nssh = "-oProxyCommand=x"\n[hosts]\ne = 3\n'
+    )
+    told = "\n".join(faults_of(str(path)))
+    for part in (
+        "unknown table 'title'",
+        "host a: unknown field 'slot'. Did you mean slots?",
+        "host b: Expected `int`, got `str`",
+        "c: slots = 0; at least 1",
+        "would be an option of ssh",
+        "host e: expected a table",
+    ):
+        assert part in told
+
+
+@pytest.mark.parametrize("text", ["", "[hosts]\n", "[[hosts]]\n", "not toml at all"])
+def test_files_without_hosts(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text)
+    assert faults_of(str(path))
