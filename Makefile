@@ -30,6 +30,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/wire/run.py
 	$(BIN)/python benchmarks/pipeline/run.py
 	$(BIN)/python benchmarks/boss/run.py
+	$(BIN)/python benchmarks/launch/run.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -87,6 +87,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Show tracebacks of shoal's own errors too."""
 
 
+CONFIG_VARIABLE = "SHOAL_CONFIG"
+"""Names the folder of keys, where a run has keys of its own."""
 LOCAL_FIELDS = frozenset(
     {
         "authorized_keys",
@@ -244,7 +246,9 @@ def cache_dir() -> Path:
 
 
 def config_folder() -> Path:
-    """Where keys are kept: what the user gave to shoal once, for all runs."""
+    """Where keys are kept: what the user gave to shoal once, for all runs; or for this one."""
+    if own := os.environ.get(CONFIG_VARIABLE):
+        return Path(own)
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "shoal"
 

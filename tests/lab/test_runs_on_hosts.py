@@ -63,6 +63,36 @@ torch.optim.SGD(net.parameters(), lr=0.1).step()
 same = all(torch.equal(placed[name], tensor) for name, tensor in net.state_dict().items())
 print(names, "the same" if same else "different")
 """
+SYNCS = """
+import torch, shoal
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+def steps(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+x = torch.linspace(-1, 1, 12 * 4, dtype=torch.float64).view(12, 4)
+alone = net()
+steps(alone, x)
+with shoal.join() as crew, crew.link("zmq") as by_zmq, crew.link("dist") as by_dist:
+    ways = [(sync, None) for sync in ("all-reduce", "central", "ring", "serial-ring", "ddp")]
+    ways += [(sync, link) for sync in ("ring", "serial-ring") for link in (by_zmq, by_dist)]
+    for sync, link in ways:
+        plain = net()
+        model = crew.replicate(plain, sync=sync, link=link)
+        steps(model, x.chunk(crew.size)[crew.rank])
+        pairs = zip(plain.parameters(), alone.parameters(), strict=True)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs), (sync, link)
+        model.close()
+    crew.print(f"{len(ways)} ways, all exact, on {crew.size} hosts")
+"""
 TRAIN = ("--model", "residual-mlp", "--data", "sine", "--epochs", "1", "--batch-size", "512")
 
 
@@ -78,6 +108,7 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     scripts = {"hello": HELLO, "wait": WAIT, "fail": FAIL, "flood": FLOOD, "boss": BOSS}
+    scripts["syncs"] = SYNCS
     for name, text in scripts.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "beside.txt").write_text("this came along")
@@ -155,20 +186,15 @@ def test_training_led_by_another_host(
     nothing_is_left(lab)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--sync", "central"),
-        ("--transport", "zmq"),
-        ("--stages", "3", "--transport", "zmq", "--schedule", "1f1b"),
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_layouts_are_exact_and_need_no_keys_by_hand(
-    lab: Lab, launch: Launch, words: tuple[str, ...]
-) -> None:
-    hosts = ("--hosts", "laptop,desktop,server")
-    run = launch("train", *TRAIN, "--threads", "1", *words, "--verify", *hosts)
+def test_every_sync_over_both_transports_with_no_keys_by_hand(launch: Launch) -> None:
+    run = launch("run", "--hosts", "laptop,desktop,server", "--threads", "1", "syncs.py")
+    assert run.end() == 0, run.said
+    assert "9 ways, all exact, on 3 hosts" in run.out
+
+
+def test_stages_on_three_hosts_are_exact(launch: Launch) -> None:
+    words = ("--stages", "3", "--transport", "zmq", "--threads", "1", "--verify")
+    run = launch("train", *TRAIN, *words, "--hosts", "laptop,desktop,server")
     assert run.end() == 0, run.said
     assert "pass" in run.out
 

@@ -22,6 +22,7 @@ from shoal.report.run_folder import make_folder, note_folder
 from shoal.report.terminal import Terminal
 from shoal.report.waiting import waiting_line
 from shoal.settings import TrainSettings
+from shoal.wire.keys import new_pair
 
 
 def run_script(
@@ -54,7 +55,7 @@ def run_script(
     try:
         cause = run_on_hosts(
             hosts, folder, make_tasks, Watcher(on_line=show, notify=waiting_line(sys.stderr)),
-            project=Path.cwd(), sync=sync, threads=threads,
+            project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
         )  # fmt: skip
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
@@ -79,9 +80,7 @@ def train_on_hosts(
 def _train(
     hosts: list[Host], settings: TrainSettings, terminal: Terminal, folder: Path, sync: bool
 ) -> int:
-    secret_files = _key_of_run(settings)
-    if secret_files:
-        settings = msgspec.structs.replace(settings, key="{key}", authorized_keys="{nobody}")
+    keys = {} if settings.key or settings.insecure else keys_of_run()
 
     def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
         owners = [site for site in sites for _ in range(site.host.slots)]
@@ -109,7 +108,7 @@ def _train(
     try:
         cause = run_on_hosts(
             hosts, folder, make_tasks, Watcher(on_line, on_event, notify),
-            project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=secret_files,
+            project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=keys,
         )  # fmt: skip
     except Interrupted as interrupted:
         return interrupted.exit_code
@@ -121,13 +120,9 @@ def _train(
     return 0
 
 
-def _key_of_run(settings: TrainSettings) -> dict[str, str]:
-    """One key for all ranks of this run, which trust nobody else: no step by hand is needed."""
-    if settings.transport != "zmq" or settings.key or settings.insecure:
-        return {}
-    from shoal.wire.keys import new_pair  # zmq is not needed else
-
-    return {"key": f"{new_pair().secret}\n", "nobody": ""}
+def keys_of_run() -> dict[str, str]:
+    """One key for all ranks of a run, which trust nobody else: no step by hand is needed."""
+    return {"key": f"{new_pair().secret}\n", "authorized_keys": ""}
 
 
 def _seen_from_here(event: events.Event, folder: Path) -> events.Event:

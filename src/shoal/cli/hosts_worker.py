@@ -76,7 +76,7 @@ def _this_host(sites: list[Site]) -> str:
 
 @contextmanager
 def _keys(insecure: bool) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Secret files for the workers, and the words that point to them.
+    """Secret files for the workers, and what must be said to them.
 
     They share a new key, which the boss on this host trusts for as long as they run; its own key,
     made if there is none, is the only other one that they trust.
@@ -88,7 +88,6 @@ def _keys(insecure: bool) -> Iterator[tuple[dict[str, str], list[str]]]:
     if not path.exists():
         write_pair(path, new_pair(), own_name())
     boss, workers = read_pair(path), new_pair()
-    files = {"key": f"{workers.secret}\n", "known": f"{boss.public} boss\n"}
-    words = ["--key", "{key}", "--authorized-keys", "{known}", "--boss-key", "boss"]
+    files = {"key": f"{workers.secret}\n", "authorized_keys": f"{boss.public} boss\n"}
     with authorized_meanwhile(default_authorized_keys_path(), workers.public, "workers"):
-        yield files, words
+        yield files, ["--boss-key", "boss"]

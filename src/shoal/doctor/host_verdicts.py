@@ -132,6 +132,8 @@ def _names(facts: Facts, host: HostFacts) -> Cell:
     own = host.condition.own_name
     stands_for = host.condition.names.get(own, "")
     address = host.address.address if host.address else ""
+    if host.known_as and address not in host.known_as:
+        address = host.known_as[0]
     edit = f"on {host.name}, in /etc/hosts: {address or 'ADDRESS'} {own}"
     if not stands_for:
         return warning("unknown", f"its own name, {own}, is not known on {host.name} itself.", edit)
@@ -164,14 +166,14 @@ def _interface(facts: Facts, host: HostFacts) -> Cell:
     found = host.address
     if found is None:
         return UNKNOWN
-    better = _better_interface(host)
     if found.fault:
-        return bad("none", found.fault, better or _choose(host))
+        chose = host.host.address or host.host.interface
+        return bad("none", found.fault, line_for_hosts_toml(host if chose else facts.leader))
     if not found.interface:
         return bad(
             found.address,
             f"{found.address} is no address of its own; it has {_describe(host)}.",
-            better or _choose(host),
+            line_for_hosts_toml(host),
         )
     text = f"{found.interface} {found.address}"
     if len(facts.hosts) > 1 and _is_loopback(found.address):
@@ -179,7 +181,7 @@ def _interface(facts: Facts, host: HostFacts) -> Cell:
             text,
             f"it would meet the others at {found.address}, which no other host can reach "
             f"({host.why}).",
-            better or _choose(host),
+            line_for_hosts_toml(host),
         )
     if host.host.interface and host.host.interface != found.interface:
         return bad(
@@ -195,26 +197,21 @@ def _interface(facts: Facts, host: HostFacts) -> Cell:
             text,
             f"wrong interface: nobody reaches it at {found.address} ({found.interface}; "
             f"{host.why}), while ssh does at {', '.join(host.known_as)}.",
-            better or _choose(host),
+            line_for_hosts_toml(host),
         )
     return ok(text)
 
 
-def _better_interface(host: HostFacts) -> str:
-    """The line for hosts.toml that takes the address which ssh came in by."""
-    if host.condition is None:
-        return ""
-    for name, addresses in host.condition.addresses.items():
+def line_for_hosts_toml(host: HostFacts) -> str:
+    """That makes the others find it: by the address which ssh came in by, if it is known."""
+    where = f"in hosts.toml, for {host.name}:"
+    for name, addresses in host.condition.addresses.items() if host.condition else ():
         for known in host.known_as:
             if known in addresses and not _is_loopback(known):
                 if host.host.interface:
-                    return f'in hosts.toml, for {host.name}: interface = "{name}"'
-                return f'in hosts.toml, for {host.name}: address = "{known}" (on {name})'
-    return ""
-
-
-def _choose(host: HostFacts) -> str:
-    return f'in hosts.toml, for {host.name}: address = "ADDRESS" of the network that all share'
+                    return f'{where} interface = "{name}"'
+                return f'{where} address = "{known}" (on {name})'
+    return f'{where} address = "ADDRESS" of the network that all share'
 
 
 def _describe(host: HostFacts) -> str:

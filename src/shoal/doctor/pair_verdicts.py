@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.doctor.cells import UNKNOWN, Cell, bad, ok, warning
 from shoal.doctor.facts import Facts, HostFacts, PairFacts
+from shoal.doctor.host_verdicts import line_for_hosts_toml
 from shoal.launch.trial import LARGE_BYTES
 
 SLOW_BITS_PER_S = 300e6
@@ -42,7 +43,7 @@ def _port(facts: Facts, pair: PairFacts) -> Cell:
         return bad(
             "no listener",
             f"{pair.target} cannot listen at {pair.address}: {pair.fault}.",
-            f'in hosts.toml, for {pair.target}: address = "ADDRESS" of its own',
+            line_for_hosts_toml(target),
         )
     if pair.measured is None:
         return UNKNOWN
@@ -68,10 +69,10 @@ def _blocked(facts: Facts, pair: PairFacts, target: HostFacts, error: str, what:
     if target.known_as and pair.address not in target.known_as:
         seen = ", ".join(target.known_as)
         return bad(
-            how.split()[-1] if error != "timeout" else "no answer",
+            "unreachable",
             f"{pair.source} does not reach {place} ({how}), while ssh reaches it at {seen}: wrong "
             "interface, or a firewall.",
-            f'in hosts.toml, for {pair.target}: address = "{target.known_as[0]}"',
+            line_for_hosts_toml(target),
         )
     if error in ("absent", "no-route"):
         return bad(
@@ -153,7 +154,12 @@ def _bandwidth(facts: Facts, pair: PairFacts) -> Cell:
     if bits_per_s >= SLOW_BITS_PER_S:
         return ok(text)
     if bits_per_s == 0:
-        return bad(text, "a stream of bytes stops on the way.", "try again; is the network busy?")
+        return bad(
+            "stops",
+            "a stream of bytes comes to a halt on the way: packets are lost, perhaps those of full "
+            "size (MTU).",
+            f"on {pair.source}: ip -s link (are there errors?); then try a smaller MTU",
+        )
     suspect = _suspect(facts, pair)
     address = facts.named(suspect).address
     interface = address.interface if address else "INTERFACE"

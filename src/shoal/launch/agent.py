@@ -51,7 +51,7 @@ from shoal.launch.outcome import RankEnd, end_in
 from shoal.launch.output import Lines
 from shoal.launch.probing import answer
 from shoal.rendezvous.ways import ends_of_ssh, inherited_environment
-from shoal.settings import cache_dir, threads_each
+from shoal.settings import CONFIG_VARIABLE, cache_dir, threads_each
 from shoal.version import VERSION
 
 SILENCE_S = 15.0
@@ -109,18 +109,21 @@ class Agent:
         return Prepared(code=str(code), results=str(results))
 
     def _start(self, order: Start) -> None:
-        threads = order.threads or threads_each(len(order.ranks))
-        with _secret_files(order.secrets) as places:
-            self._run(order, threads, places)
+        with _secret_files(order.secrets) as own:
+            self._run(order, own)
 
-    def _run(self, order: Start, threads: int, places: dict[str, str]) -> None:
-        commands = []
-        for task in order.ranks:
-            environment = inherited_environment(
-                PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(threads), **task.environment
+    def _run(self, order: Start, own: dict[str, str]) -> None:
+        """own: variables that all ranks get."""
+        threads = str(order.threads or threads_each(len(order.ranks)))
+        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, **own}
+        commands = [
+            RankCommand(
+                rank=task.rank,
+                argv=[sys.executable, *task.arguments],
+                environment=inherited_environment(**own, **task.environment),
             )
-            argv = [sys.executable, *(_placed(part, places) for part in task.arguments)]
-            commands.append(RankCommand(rank=task.rank, argv=argv, environment=environment))
+            for task in order.ranks
+        ]
         os.chdir(order.folder)
         self._is_running.set()
         try:
@@ -200,19 +203,16 @@ def _free_port() -> int:
 
 @contextmanager
 def _secret_files(contents: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Their paths, by name, for as long as they are needed."""
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # which nobody else may enter
-        places = {name: str(Path(folder) / name) for name in contents}
+    """In a folder that nobody else may enter, for as long as they are needed; its variable."""
+    if not contents:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         for name, content in contents.items():
-            with os.fdopen(os.open(places[name], os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            path = Path(folder) / name
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
                 file.write(content)
-        yield places
-
-
-def _placed(part: str, places: dict[str, str]) -> str:
-    for name, place in places.items():
-        part = part.replace("{" + name + "}", place)
-    return part
+        yield {CONFIG_VARIABLE: folder}
 
 
 if __name__ == "__main__":

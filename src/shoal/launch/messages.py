@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ranks: list[RankTask]
     threads: int | None
     secrets: dict[str, str] = {}
-    """Secret files of this run, by name. In arguments, {name} stands for the path of each."""
+    """Keys of this run: files that its ranks find where a user's keys are else."""
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -182,7 +182,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The way from here to there. What could not be measured any more is None."""
 
     error: str = ""
-    """Why there is no connection: timeout, refused, rejected, absent, no-route or broken."""
+    """What is wrong with the connection: timeout, refused, rejected, absent, no-route, broken."""
     detail: str = ""
     """The system's own words for it."""
     latency_s: float | None = None
@@ -190,6 +190,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     large_bytes: int | None = None
     """Of LARGE_BYTES sent in one go, how many came in time."""
     bytes_per_s: float | None = None
+    """Of payload, at the receiver; 0: the stream stopped."""
     fixed_error: str | None = None
     """As `error`, for the fixed port; None: there is none."""
 
