@@ -28,6 +28,10 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         for table in _tables(rows, console):
             console.print(table)
             console.print()
+    for host in diagnosis.hosts:
+        if why := _why(host):
+            console.print(Text(why, style="dim"), soft_wrap=True)
+    console.print()
     found = findings(diagnosis)
     for finding in found:
         cell = finding.cell
@@ -64,6 +68,15 @@ def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
         cells = (_shown(row.cells[column]) for column in columns)
         table.add_row(*(Text(name) for name in names), *cells)
     return table
+
+
+def _why(host: HostDiagnosis) -> str:
+    """Why this host is found where it is."""
+    chosen = host.facts.address
+    if chosen is None or not chosen.interface:
+        return ""
+    where = f"{chosen.interface} {chosen.address} (MTU {chosen.mtu})"
+    return f"{host.name} is found at {where}: {host.facts.why}."
 
 
 def _shown(cell: Cell) -> Text:

@@ -89,7 +89,9 @@ def _train(
             own = msgspec.structs.replace(
                 settings, folder=site.results, device=site.host.device or settings.device
             )
-            order = RankOrder(settings=own, way=way, interface=site.host.interface)
+            order = RankOrder(
+                settings=own, way=way, interface=site.host.interface, address=site.host.address
+            )
             arguments = ["-m", "shoal.cli.rank", EVENTS_FD, msgspec.json.encode(order).decode()]
             quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
             tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=quiet))

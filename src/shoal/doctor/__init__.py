@@ -1,4 +1,4 @@
 """Is every host fit, and every way between two of them?
 
-`examine` asks the hosts and gives `facts`; `diagnose` turns those into verdicts, purely.
+`examine` asks the hosts, `facts` is what it finds, `verdicts` judges that, purely.
 """

@@ -39,6 +39,7 @@ from shoal.launch.messages import (
     Port,
     Prepare,
     Prepared,
+    Probe,
     Refused,
     Report,
     Said,
@@ -64,7 +65,7 @@ class Agent:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._is_running = threading.Event()
-        """Whether there are ranks."""
+        """Whether there is something to end when the launcher leaves: ranks, or a measurement."""
         self._folder: Path | None = None
 
     def serve(self) -> int:
@@ -82,7 +83,7 @@ class Agent:
                     case Start():
                         self._start(order)
                     case TellTime() | FindAddress() | Listen() | Measure() | Examine():
-                        self._say(answer(order))
+                        self._say(self._probe(order))
                     case Clean() if self._folder is not None:
                         shutil.rmtree(self._folder, ignore_errors=True)
                     case _:
@@ -97,6 +98,13 @@ class Agent:
         with self._writing:
             while data:
                 data = data[os.write(1, data) :]
+
+    def _probe(self, order: Probe) -> Report:
+        self._is_running.set()
+        try:
+            return answer(order)
+        finally:
+            self._is_running.clear()
 
     def _prepare(self, order: Prepare) -> Prepared:
         base = Path(order.folder).expanduser() if order.folder else cache_dir() / "runs"

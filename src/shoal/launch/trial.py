@@ -37,12 +37,16 @@ ROUND_TRIPS = 21
 SMALL_BYTES = 64
 LARGE_BYTES = 64 * 1024
 """More than a packet of any size, little for a link of any speed."""
-LARGE_S = 3.0
+LARGE_S = 2.0
 SKIP_S = 0.3
+SKIP_BYTES = 256 * 1024
 """The start is not counted: TCP is still careful, and a limiter lets a first burst through."""
 COUNT_S = 1.0
-COUNT_BYTES = 256 * 2**20
-"""No more than this is counted: a fast link needs no whole second."""
+COUNT_BYTES = 8 * 2**20
+"""So long, and so many; but a fast link needs no whole second, and a slow one gets no more than
+PATIENCE times as long."""
+MANY_BYTES = 256 * 2**20
+PATIENCE = 4
 REJECTED_S = 1.0
 """Who says at once that there is no way to a host is a firewall; the system needs longer."""
 _NUMBER = struct.Struct("!d")
@@ -106,7 +110,6 @@ def _receive(connection: socket.socket, token: bytes) -> None:
         connection.sendall(_read(connection, SMALL_BYTES))
     came = len(_read(connection, LARGE_BYTES, LARGE_S))
     connection.sendall(_NUMBER.pack(came))
-    connection.settimeout(LARGE_S)
     if came:
         connection.sendall(_NUMBER.pack(_count(connection)))
     while connection.recv(LARGE_BYTES):  # until the visitor has read it, and hangs up
@@ -133,22 +136,26 @@ def _read(connection: socket.socket, size: int, limit_s: float = ANSWER_S) -> by
 def _count(connection: socket.socket) -> float:
     """Bytes a second, without the start; 0 if they stop to come."""
     buffer = bytearray(2**20)
-    begun = time.monotonic()
-    since: float | None = None
-    counted, now = 0, begun
-    while since is None or (now - since < COUNT_S and counted < COUNT_BYTES):
-        try:
-            size = connection.recv_into(buffer)
-        except TimeoutError:
-            return 0.0
-        now = time.monotonic()
-        if not size:
-            break
-        if since is not None:
-            counted += size
-        elif now - begun >= SKIP_S:
-            since = now
-    return counted / (now - since) if since is not None and now > since else 0.0
+
+    def receive(seconds: float, size: int) -> tuple[int, float]:
+        """How many came, and how long it took."""
+        begun = now = time.monotonic()
+        came = 0
+        while came < MANY_BYTES and (
+            now - begun < seconds or (came < size and now - begun < PATIENCE * seconds)
+        ):
+            if not (piece := connection.recv_into(buffer)):
+                break
+            came += piece
+            now = time.monotonic()
+        return came, now - begun
+
+    try:
+        receive(SKIP_S, SKIP_BYTES)
+        came, seconds = receive(COUNT_S, COUNT_BYTES)
+    except TimeoutError:
+        return 0.0
+    return came / seconds if seconds > 0 else 0.0
 
 
 # -- the visitor -----------------------------------------------------------------------------------
@@ -250,7 +257,7 @@ def _number(connection: socket.socket, limit_s: float) -> float:
 def _flood(connection: socket.socket) -> float:
     """Send until the other side says how fast it came; 0 if it says nothing."""
     piece = memoryview(os.urandom(2**20))
-    deadline = time.monotonic() + SKIP_S + COUNT_S + ANSWER_S
+    deadline = time.monotonic() + PATIENCE * (SKIP_S + COUNT_S) + ANSWER_S
     at = 0
     connection.setblocking(False)
     with selectors.DefaultSelector() as selector:
