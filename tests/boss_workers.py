@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from processes import ENOUGH_S, SHOAL, Running
 from torch import nn
+from warm import Nursery
 
 import shoal
 from shoal.network import reserve_port
@@ -27,13 +28,16 @@ def quiet(text: str) -> None:
 class Office:
     """A port for bosses, and the workers that know it."""
 
-    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
-        """options, environment: of every worker."""
+    def __init__(
+        self, folder: Path, *options: str, nursery: Nursery | None = None, **environment: str
+    ) -> None:
+        """options, environment: of every worker; nursery: where they are started."""
         self.port = reserve_port()
         self.listen = f"tcp://127.0.0.1:{self.port}"
         self.workers: list[Running] = []
         """All that were ever started."""
         self._folder = folder
+        self._nursery = nursery
         self._options = options
         self._environment = {"PYTHONFAULTHANDLER": "1", **environment}
         self._boss: shoal.Boss | None = None
@@ -44,7 +48,7 @@ class Office:
         for _ in range(count):
             folder = self._folder / f"worker{len(self.workers)}"
             argv = (*command, *self._options, *options)
-            self.workers.append(Running(folder, argv, **self._environment))
+            self.workers.append(Running(folder, argv, self._nursery, **self._environment))
         return self.workers[-count:]
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from processes import Running
+from warm import Host, Nursery
 
 # What is tested is the same everywhere; `make soak` draws other and many more examples.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -17,13 +18,33 @@ hypothesis.settings.load_profile("same")
 Start = Callable[..., Running]
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Has imported torch, for all processes of this session that start in it."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a process in a folder of its own; what still runs afterwards is killed."""
-    started: list[Running] = []
+    yield from starting(tmp_path)
 
-    def begin(*argv: str, **environment: str) -> Running:
-        started.append(Running(tmp_path / f"process{len(started)}", argv, **environment))
+
+@pytest.fixture
+def start_warm(tmp_path: Path, nursery: Nursery) -> Iterator[Start]:
+    """As `start`, but a program of Python that need not import torch, on any host. See warm.py."""
+    yield from starting(tmp_path, nursery)
+
+
+def starting(folder: Path, nursery: Nursery | None = None) -> Iterator[Start]:
+    started: list[Running] = []
+    name = "process" if nursery is None else "warm"
+
+    def begin(*argv: str, host: Host | None = None, **environment: str) -> Running:
+        own = folder / f"{name}{len(started)}"
+        started.append(Running(own, argv, nursery, host, **environment))
         return started[-1]
 
     yield begin

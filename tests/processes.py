@@ -8,9 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from warm import Fork, Host, Nursery
+
+from shoal.network import reserve_port
 
 SHOAL = (sys.executable, "-m", "shoal")
 
@@ -42,17 +46,27 @@ def clean_environment(**changes: str) -> dict[str, str]:
 class Running:
     """One process. What it says goes to files, which can be read while it runs."""
 
-    def __init__(self, folder: Path, argv: Sequence[str], **environment: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        argv: Sequence[str],
+        nursery: Nursery | None = None,
+        host: Host | None = None,
+        **environment: str,
+    ) -> None:
+        """nursery: has it started by a fork, without the imports, on any host: see warm.py."""
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._out, self._err = folder / "out", folder / "err"
+        env = clean_environment(**environment)
+        self.process: subprocess.Popen[bytes] | Fork
         with self._out.open("wb") as out, self._err.open("wb") as err:
+            if nursery is not None:
+                self.process = nursery.start(argv, env, folder, self._out, self._err, host)
+                return
+            assert host is None, "give its command as argv"
             self.process = subprocess.Popen(
-                argv,
-                env=clean_environment(**environment),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )
 
     @property
@@ -96,10 +110,42 @@ class Running:
 
     def kill(self) -> None:
         if self.process.poll() is None:
-            for child in self.family():
-                child.kill()
+            with suppress(psutil.NoSuchProcess):  # it ends at this moment
+                for child in self.family():
+                    child.kill()
             self.process.kill()
         self.process.wait()
+
+
+class Ranks:
+    """Some ranks of a script, without a launcher, which would end them all when one ends badly."""
+
+    def __init__(self, nursery: Nursery, folder: Path, size: int, *argv: str) -> None:
+        """argv: the script and its arguments."""
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
+        place |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        self.ranks = [
+            Running(
+                folder / f"rank{rank}", (sys.executable, *argv), nursery, RANK=str(rank), **place
+            )
+            for rank in range(size)
+        ]
+
+    def end(self, limit_s: float = ENOUGH_S) -> list[int]:
+        """Their codes, by rank."""
+        deadline = time.monotonic() + limit_s
+        try:
+            return [rank.end(max(0.0, deadline - time.monotonic())) for rank in self.ranks]
+        finally:
+            self.kill()
+
+    @property
+    def said(self) -> str:
+        return "\n".join(rank.said for rank in self.ranks)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
 
 
 def all_gone(processes: Sequence[psutil.Process]) -> bool:

@@ -34,10 +34,10 @@ def test_on_two_ranks_of_this_machine_over_zmq(start) -> None:
     check_receiver(by_rank[1])
 
 
-def test_by_hand_over_dist(start) -> None:
+def test_by_hand_over_dist(start_warm) -> None:
     place = ["--init", f"tcp://127.0.0.1:{reserve_port()}", "--world-size", "2"]
     ranks = [
-        start(
+        start_warm(
             sys.executable, EXAMPLE, *place, "--rank", str(rank), "--transport", "dist",
             OMP_NUM_THREADS="1",
         )

@@ -28,6 +28,7 @@ from boss_workers import Office, quiet, row_of_layers, rows, works
 from processes import ENOUGH_S, PROMPT_S, SHOAL, until
 from torch import nn
 from typer.testing import CliRunner
+from warm import Nursery
 from wire_log import Log
 
 import shoal
@@ -78,7 +79,7 @@ ALLOWED = ("--allow", "boss_layers_allowed", "--allow", "boss_layers_differing")
 
 
 @pytest.fixture(scope="module")
-def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
+def office(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Office]:
     folder = tmp_path_factory.mktemp("office")
     homes = folder / "here", folder / "there"
     for number, home in enumerate(homes):
@@ -87,7 +88,7 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
             (home / f"{name}.py").write_text(sources[number])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made = Office(folder, *ALLOWED, PYTHONPATH=str(homes[1]))
+    made = Office(folder, *ALLOWED, nursery=nursery, PYTHONPATH=str(homes[1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(homes[0])
         try:
@@ -561,13 +562,13 @@ def test_a_boss_that_raises_tells_its_workers_why(office: Office, own_boss) -> N
     assert sum(reason in worker.out for worker in office.workers) == 2
 
 
-def test_a_boss_that_is_killed_or_interrupted(office: Office, start, tmp_path: Path) -> None:
+def test_a_boss_that_is_killed_or_interrupted(office: Office, start_warm, tmp_path: Path) -> None:
     """Its workers wait for the next."""
     office.close_boss()
     office.need(2)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    interrupted = start(SHOAL[0], str(script), office.listen, OMP_NUM_THREADS="1")
+    interrupted = start_warm(SHOAL[0], str(script), office.listen, OMP_NUM_THREADS="1")
     interrupted.until_says("works")
     assert interrupted.interrupt() < PROMPT_S
     assert interrupted.process.returncode in (-signal.SIGINT, 130)  # a shell shows both as 130
@@ -575,7 +576,7 @@ def test_a_boss_that_is_killed_or_interrupted(office: Office, start, tmp_path: P
     assert interrupted.err.count("Traceback") == 1
 
     said = {worker: len(worker.out) for worker in office.workers}
-    killed = start(SHOAL[0], str(script), office.listen, OMP_NUM_THREADS="1")
+    killed = start_warm(SHOAL[0], str(script), office.listen, OMP_NUM_THREADS="1")
     killed.until_says("works")
     killed.process.kill()
     killed.end()
@@ -707,13 +708,13 @@ print("ended", sum(codes), len(codes), flush=True)
 """
 
 
-def test_32_workers_join_train_and_leave(start, tmp_path: Path) -> None:
+def test_32_workers_join_train_and_leave(start_warm, tmp_path: Path) -> None:
     """Each with one layer. All are seen while the boss does something else: it once read of one
     worker in a quarter of a second, and then nobody could ask for the status."""
     script = tmp_path / "forks.py"
     script.write_text(FORKS)
     other = Office(tmp_path)
-    run = start(SHOAL[0], str(script), other.listen, str(MANY))
+    run = start_warm(SHOAL[0], str(script), other.listen, str(MANY))
     with other.make_boss(MANY) as boss:
         works(boss)
         torch.manual_seed(0)

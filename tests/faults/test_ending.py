@@ -86,8 +86,8 @@ def test_ranks_die_with_a_launcher_that_is_killed(start) -> None:
     until(lambda: all_gone(family), "the ranks are gone too", limit_s=10)
 
 
-def test_a_loss_that_is_not_a_number_does_not_break_the_records(start, tmp_path: Path) -> None:
-    run = start(
+def test_a_loss_that_is_not_a_number_does_not_break_the_records(start_warm, tmp_path: Path) -> None:
+    run = start_warm(
         *train("--model", "broken_models:Diverging", "--epochs", "1", "--out", str(tmp_path)),
         PYTHONPATH=HERE,
     )
@@ -100,10 +100,12 @@ def test_a_loss_that_is_not_a_number_does_not_break_the_records(start, tmp_path:
 # -- ranks started by hand: no launcher to look after them -----------------------------------------
 
 
-def by_hand(start, *options: str) -> tuple[Running, Running]:
+def by_hand(start_warm, *options: str) -> tuple[Running, Running]:
     place = f"tcp://127.0.0.1:{reserve_port()}"
     ranks = [
-        start(*train(*LONG, "--init", place, "--world-size", "2", "--rank", str(rank), *options))
+        start_warm(
+            *train(*LONG, "--init", place, "--world-size", "2", "--rank", str(rank), *options)
+        )
         for rank in range(2)
     ]
     ranks[0].until_says("1/1000")
@@ -111,8 +113,8 @@ def by_hand(start, *options: str) -> tuple[Running, Running]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_peer_is_named_by_the_survivor(start, victim: int) -> None:
-    ranks = by_hand(start, "--sync", "ring")
+def test_a_killed_peer_is_named_by_the_survivor(start_warm, victim: int) -> None:
+    ranks = by_hand(start_warm, "--sync", "ring")
     ranks[victim].process.kill()
     survivor = ranks[1 - victim]
     assert survivor.end(limit_s=20) == 1
@@ -123,8 +125,8 @@ def test_a_killed_peer_is_named_by_the_survivor(start, victim: int) -> None:
 
 
 @pytest.mark.parametrize("sync", ["all-reduce", "ddp"])
-def test_ctrl_c_on_one_machine_tells_the_other(start, sync: str) -> None:
-    ranks = by_hand(start, "--sync", sync)
+def test_ctrl_c_on_one_machine_tells_the_other(start_warm, sync: str) -> None:
+    ranks = by_hand(start_warm, "--sync", sync)
     assert ranks[1].interrupt() < PROMPT_S
     assert ranks[1].process.returncode == 130
     assert ranks[1].err == ""
@@ -154,12 +156,12 @@ with shoal.join() as crew:
 """
 
 
-def test_ctrl_c_reaches_a_script_that_is_blocked_inside_torch(start, tmp_path: Path) -> None:
+def test_ctrl_c_reaches_a_script_that_is_blocked_inside_torch(start_warm, tmp_path: Path) -> None:
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)
     port = str(reserve_port())
     ranks = [
-        start(
+        start_warm(
             SHOAL[0], str(script),
             RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         )

@@ -33,13 +33,22 @@ Train = Callable[..., Running]
 
 
 @pytest.fixture
-def train(start: Callable[..., Running], tmp_path: Path) -> Train:
+def train(start_warm: Callable[..., Running], tmp_path: Path) -> Train:
     """Starts one process of `shoal train`."""
+    return train_by(start_warm, tmp_path)
 
+
+@pytest.fixture
+def train_cold(start: Callable[..., Running], tmp_path: Path) -> Train:
+    """As a shell does, with all that Python has to import."""
+    return train_by(start, tmp_path)
+
+
+def train_by(start: Callable[..., Running], folder: Path) -> Train:
     def begin(
         *options: str, timeout_s: float = 30, program: tuple[str, ...] = SHOAL, **environment: str
     ) -> Running:
-        fixed = ["--out", str(tmp_path / "runs"), "--timeout", f"{timeout_s:g}"]
+        fixed = ["--out", str(folder / "runs"), "--timeout", f"{timeout_s:g}"]
         return start(*program, *TRAIN, *fixed, *options, **environment)
 
     return begin
@@ -89,14 +98,14 @@ def assert_trained(*ranks: Running) -> None:
 # -- every way there -------------------------------------------------------------------------------
 
 
-def test_by_tcp_with_what_is_each_hosts_own(train: Train, place: str, tmp_path: Path) -> None:
+def test_by_tcp_with_what_is_each_hosts_own(train_cold: Train, place: str, tmp_path: Path) -> None:
     """The leader listens on the one address, says whom it waits for, and trains with them, though
     they have other threads, names, folders and devices."""
-    leader = train(*at(place, 0), "--json", "--threads", "2", "--name", "first")
+    leader = train_cold(*at(place, 0), "--json", "--threads", "2", "--name", "first")
     leader.until_says("waiting for")
     assert set(listeners(leader)) == {"127.0.0.1"}
     assert re.search(r"waiting for rank 1 of 2, \d+ s", leader.err)
-    other = train(*at(place, 1), "--out", str(tmp_path / "elsewhere"), "--device", "cpu")
+    other = train_cold(*at(place, 1), "--out", str(tmp_path / "elsewhere"), "--device", "cpu")
     assert_trained(leader, other)
     summary = json.loads(leader.out)
     assert summary["layout"] == {"replicas": 2, "stages": 1}
@@ -130,10 +139,10 @@ def test_by_a_shared_file_that_others_have_left_by_ctrl_c(train: Train, tmp_path
     assert not path.exists(), "nor do ranks that have met"
 
 
-def test_under_torchrun(train: Train) -> None:
+def test_under_torchrun(train_cold: Train) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     program = (*torchrun, "--master-port", str(reserve_port()), "-m", "shoal")
-    both = train(program=program, OMP_NUM_THREADS="1")
+    both = train_cold(program=program, OMP_NUM_THREADS="1")
     assert both.end() == 0, both.said
     assert both.out.count("2 replicas") == 1, "one rank speaks for both"
 
@@ -319,13 +328,13 @@ with shoal.join(sys.argv[1], rank=int(sys.argv[2]), world_size=2) as crew:
 
 
 def test_at_a_shared_file_too_a_rank_may_be_late_and_a_killed_crew_leaves_the_file(
-    start, train: Train, tmp_path: Path
+    start_warm, train: Train, tmp_path: Path
 ) -> None:
     """A wait is cut into turns; the file's store reports the end of one in a way of its own. And
     who comes to a file that was left there is told what to do."""
     path = tmp_path / "meeting"
     place = f"file://{path}"
-    crew = [start(sys.executable, "-c", LATE, place, str(rank)) for rank in range(2)]
+    crew = [start_warm(sys.executable, "-c", LATE, place, str(rank)) for rank in range(2)]
     for rank in crew:
         rank.until(lambda rank=rank: rank.out.endswith("\n"))  # type: ignore[misc]
         assert rank.out == "[0, 1]\n"

@@ -114,7 +114,7 @@ def test_a_barrier_that_one_rank_does_not_come_to(story: Story) -> None:
     assert "every rank must take the same number of steps, barriers" in story.err
 
 
-def test_data_that_is_no_pair(start, tmp_path: Path) -> None:
+def test_data_that_is_no_pair(start_warm, tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(
         "import torch\n"
         "def triples():\n"
@@ -125,7 +125,7 @@ def test_data_that_is_no_pair(start, tmp_path: Path) -> None:
         "    return d, d\n"
     )
     runs = {
-        (got, *extra): start(
+        (got, *extra): start_warm(
             *SHOAL, "train", "--model", "residual-mlp", "--data", f"odd:{name}", *extra,
             "--batch-size", "4", "--threads", "1",
             PYTHONPATH=str(tmp_path),

@@ -60,11 +60,11 @@ def test_replicas_of_stages_prove_themselves(start) -> None:
     assert run.out.rstrip().endswith("pass")
 
 
-def test_stages_started_by_hand(start) -> None:
+def test_stages_started_by_hand(start_warm) -> None:
     """Two; three on three hosts: see lab/test_pipeline_hosts.py."""
     place = ("--init", f"tcp://127.0.0.1:{reserve_port()}", "--world-size", "2", "--stages", "2")
     runs = [
-        start(*train(*place, "--rank", str(rank), "--verify", "--schedule", "sequential"))
+        start_warm(*train(*place, "--rank", str(rank), "--verify", "--schedule", "sequential"))
         for rank in range(2)
     ]
     assert [run.end() for run in runs] == [0, 0], [run.said for run in runs]
@@ -96,10 +96,10 @@ def test_refused_with_the_remedy(start, options: tuple[str, ...], texts: list[st
     assert "Traceback" not in run.err
 
 
-def test_cuts_in_other_places_on_two_hosts(start) -> None:
+def test_cuts_in_other_places_on_two_hosts(start_warm) -> None:
     place = ("--init", f"tcp://127.0.0.1:{reserve_port()}", "--world-size", "2", "--stages", "2")
     runs = [
-        start(*train(*place, "--rank", str(rank), "--cut", cut))
+        start_warm(*train(*place, "--rank", str(rank), "--cut", cut))
         for rank, cut in enumerate(("fc3", "fc4"))
     ]
     for run in runs:

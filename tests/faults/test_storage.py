@@ -209,9 +209,9 @@ def assert_json_is_alone(run: Running) -> dict[str, Any]:
     return summary
 
 
-def test_json_stays_alone_when_the_model_prints(start, users_own: str) -> None:
+def test_json_stays_alone_when_the_model_prints(start_warm, users_own: str) -> None:
     """A model that prints once put its lines before the summary, where there was no launcher."""
-    run = start(
+    run = start_warm(
         *train("--model", "users_own:Chatty", "--data", "sine", "--batch-size", "2048"),
         *("--epochs", "1", "--threads", "1", "--json"),
         PYTHONPATH=users_own,
@@ -238,10 +238,11 @@ def test_a_summary_of_many_epochs_comes_through_alone_when_ranks_print(
 
 @pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["alone", "two ranks"])
 def test_a_disk_that_fills_up_during_training(
-    start, tmp_path: Path, users_own: str, workers: tuple[str, ...]
+    start, start_warm, tmp_path: Path, users_own: str, workers: tuple[str, ...]
 ) -> None:
+    begin = start if workers else start_warm
     with disk(tmp_path / "disk", 4 * PAGE) as out:
-        run = start(
+        run = begin(
             *train("--model", "users_own:Small", "--data", "sine", "--batch-size", "4"),
             *("--log-every", "1", "--out", str(out), "--threads", "1", *workers),
             PYTHONPATH=users_own,
@@ -257,9 +258,9 @@ def test_a_disk_that_fills_up_during_training(
         assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "settings.json"]
 
 
-def test_a_disk_that_the_weights_do_not_fit_on(start, tmp_path: Path) -> None:
+def test_a_disk_that_the_weights_do_not_fit_on(start_warm, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", 2**20) as out:
-        run = start(*train(*SMALL, "--batch-size", "2048", "--epochs", "1", "--out", str(out)))
+        run = start_warm(*train(*SMALL, "--batch-size", "2048", "--epochs", "1", "--out", str(out)))
         assert run.end() == 1
         (folder,) = out.iterdir()
         assert_one_paragraph(run)
@@ -322,8 +323,8 @@ def test_no_workers_at_all(start, tmp_path: Path) -> None:
     assert_nothing_was_made(tmp_path)
 
 
-def test_factories_that_cannot_be_imported(start, users_own: str) -> None:
-    run = start(
+def test_factories_that_cannot_be_imported(start_warm, users_own: str) -> None:
+    run = start_warm(
         *train("--model", "users_own:Smal", "--data", "no_such_module:few", "--workers", "2"),
         PYTHONPATH=users_own,
     )

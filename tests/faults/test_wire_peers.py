@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,27 +14,16 @@ from typing import Any
 import pytest
 import torch
 from chat import Chat
-from processes import PROMPT_S, SHOAL, Running, all_gone, until
+from processes import PROMPT_S, SHOAL, Ranks, Running, all_gone, until
 from six_ranks import FATES, HUNG_S, TRANSPORTS
+from warm import Nursery
 
-from shoal.network import reserve_port
 from shoal.wire.zmq_link import LAST_WORDS_S, ZmqLink
 
 HERE = Path(__file__).parent
 SOON_S = 30.0
 BUSY_S = 10.0
 """More than it takes to notice, on a machine that does other things too."""
-
-
-def by_hand(start, size: int, script: Path, *arguments: str) -> list[Running]:
-    """Ranks without a launcher, which would end them all as soon as one ends badly."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
-    place |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return [
-        start(sys.executable, str(script), *arguments, RANK=str(rank), **place)
-        for rank in range(size)
-    ]
-
 
 # -- fates -----------------------------------------------------------------------------------------
 
@@ -51,20 +39,14 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Story]:
     """One run of six ranks, with links over each transport: see six_ranks.py."""
     folder = tmp_path_factory.mktemp("story")
-    started: list[Running] = []
-
-    def start(*argv: str, **environment: str) -> Running:
-        started.append(Running(folder / f"process{len(started)}", argv, **environment))
-        return started[-1]
-
+    crew = Ranks(nursery, folder, 6, str(HERE / "six_ranks.py"), str(folder / "note"))
     try:
-        yield Story(by_hand(start, 6, HERE / "six_ranks.py", str(folder / "note"))[:2])
+        yield Story(crew.ranks[:2])
     finally:
-        for running in started:
-            running.kill()
+        crew.kill()
 
 
 @pytest.mark.parametrize("doing", ["while receiving", "while sending"])
@@ -144,7 +126,7 @@ with shoal.join(timeout_s={SOON_S}) as crew:
 
 
 def test_ranks_that_compute_are_not_taken_for_dead_and_read_what_was_left_for_them(
-    start, tmp_path: Path
+    nursery: Nursery, tmp_path: Path
 ) -> None:
     """For three times as long as a sign of life may take, with 200 MiB waiting at its door.
 
@@ -154,8 +136,8 @@ def test_ranks_that_compute_are_not_taken_for_dead_and_read_what_was_left_for_th
     """
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
-    ranks = by_hand(start, 2, script)
-    codes = [rank.end() for rank in ranks]
+    crew = Ranks(nursery, tmp_path, 2, str(script))
+    codes, ranks = crew.end(), crew.ranks
     for number, rank in enumerate(ranks):
         lines = rank.out.splitlines()
         assert lines[:1] == [f"rank {number} is not dead"], ranks[0].said + ranks[1].said
@@ -193,7 +175,7 @@ def test_last_words_are_heard_by_a_rank_that_only_looks_now_and_then(stack: Exit
     for link in links:
         link.settle()
     for number in range(300):
-        links[1].send([number, torch.zeros(1000)], to=0)
+        links[1].send([number, torch.zeros(100)], to=0)
     links[1].close()
     until(lambda: links[0]._peers[1].guest.broken_at, "rank 0's gate knows that rank 1 has left")
     time.sleep(LAST_WORDS_S + 0.1)  # computes
@@ -255,13 +237,15 @@ def test_ctrl_c_while_ranks_wait_for_messages(start, waiting: Path) -> None:
     assert run.err == ""
 
 
-def test_ctrl_c_in_the_ranks_themselves(start, waiting: Path) -> None:
-    ranks = by_hand(start, 2, waiting)
-    for rank in ranks:
-        rank.until_says("waiting")
-    begun = time.monotonic()
-    for rank in ranks:
-        rank.process.send_signal(signal.SIGINT)
-    codes = [rank.end() for rank in ranks]
+def test_ctrl_c_in_the_ranks_themselves(nursery: Nursery, waiting: Path) -> None:
+    crew = Ranks(nursery, waiting.parent, 2, str(waiting))
+    try:
+        for rank in crew.ranks:
+            rank.until_says("waiting")
+        begun = time.monotonic()
+        for rank in crew.ranks:
+            rank.process.send_signal(signal.SIGINT)
+    finally:
+        codes = crew.end()
     assert time.monotonic() - begun < PROMPT_S
-    assert set(codes) <= {130, -signal.SIGINT}, ranks[0].said + ranks[1].said
+    assert set(codes) <= {130, -signal.SIGINT}, crew.said

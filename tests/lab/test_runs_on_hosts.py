@@ -25,6 +25,7 @@ import os, pathlib, socket, sys
 print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", socket.gethostname(), *sys.argv[1:])
 print(pathlib.Path("beside.txt").read_text())
 print("cwd", os.getcwd(), file=sys.stderr)
+(pathlib.Path(os.environ["SHOAL_RESULTS"]) / f"of{os.environ['RANK']}.txt").write_text("kept")
 """
 WAIT = """
 import os, signal, subprocess, sys
@@ -33,7 +34,8 @@ print("pids", os.getpid(), child.pid, flush=True)
 signal.pause()
 """
 FAIL = """
-import os, sys, time
+import os, pathlib, sys, time
+(pathlib.Path(os.environ["SHOAL_RESULTS"]) / "so far.txt").write_text("kept")
 if os.environ["RANK"] == "1":
     print("about to fail", flush=True)
     sys.exit(7)
@@ -161,6 +163,8 @@ def test_a_script_on_three_hosts(lab: Lab, launch: Launch, project: Path) -> Non
     log = (run_folder(project) / "logs/rank2.log").read_text()
     assert "2 of 4 on desktop" in log
     assert "cwd " in log
+    for kept in ("of0.txt", "desktop/of1.txt", "desktop/of2.txt", "server/of3.txt"):
+        assert (run_folder(project) / kept).read_text() == "kept"
     nothing_is_left(lab)
     for name in ("desktop", "server"):
         assert list((lab[name].home / ".cache/shoal/runs").iterdir()) == []
@@ -199,12 +203,16 @@ def test_stages_on_three_hosts_are_exact(launch: Launch) -> None:
     assert "pass" in run.out
 
 
-def test_a_rank_that_fails_is_named_and_all_are_ended(lab: Lab, launch: Launch) -> None:
+def test_a_rank_that_fails_is_named_and_all_are_ended(
+    lab: Lab, launch: Launch, project: Path
+) -> None:
+    """What others had kept by then comes back."""
     run = launch("run", "--hosts", "laptop,desktop,server", "fail.py")
     assert run.end() == 7, run.said
     assert "[desktop 1] about to fail" in run.out
     assert "shoal: rank 1 (desktop, pid " in run.err
     assert "ended with exit code 7" in run.err
+    assert (run_folder(project) / "server" / "so far.txt").read_text() == "kept"
     nothing_is_left(lab)
 
 

@@ -31,6 +31,7 @@ from pipeline_nets import (
 from processes import until
 from torch import nn
 from typer.testing import CliRunner
+from warm import Nursery
 
 import shoal
 from shoal.boss.boss import Boss
@@ -50,10 +51,10 @@ NETS = [name for name in JOBS if name not in ("mnist_cnn", "conv_net", "residual
 
 
 @pytest.fixture(scope="module")
-def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
+def office(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Office]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers, which then add up in the same order
-    made = Office(tmp_path_factory.mktemp("office"))
+    made = Office(tmp_path_factory.mktemp("office"), nursery=nursery)
     try:
         made.start(STAGES)
         yield made

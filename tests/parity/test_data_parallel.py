@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import Ranks
+from warm import Nursery
 
 from shoal.settings import SYNCS
 
@@ -19,31 +21,16 @@ from cases import LINKED, names_for  # noqa: E402  (the script that the ranks ru
 RESULTS: dict[int, tuple[dict[str, str | None], str]] = {}
 
 
-def results_of(num_ranks: int, tmp: Path) -> tuple[dict[str, str | None], str]:
-    """All cases of one crew size run in one launch: starting processes is what costs time."""
+def results_of(num_ranks: int, tmp: Path, nursery: Nursery) -> tuple[dict[str, str | None], str]:
+    """All cases of one crew size run in one crew: starting processes is what costs time."""
     if num_ranks not in RESULTS:
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "shoal",
-                "run",
-                "--workers",
-                str(num_ranks),
-                "--threads",
-                "1",
-                str(HERE / "cases.py"),
-                str(tmp),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        crew = Ranks(nursery, tmp, num_ranks, str(HERE / "cases.py"), str(tmp))
+        crew.end(limit_s=150)
         merged: dict[str, str | None] = {}
         for file in sorted(tmp.glob("rank-*.json")):
             for key, problem in json.loads(file.read_text()).items():
                 merged[key] = merged.get(key) or problem
-        RESULTS[num_ranks] = merged, run.stdout + run.stderr
+        RESULTS[num_ranks] = merged, crew.said
     return RESULTS[num_ranks]
 
 
@@ -51,9 +38,10 @@ def results_of(num_ranks: int, tmp: Path) -> tuple[dict[str, str | None], str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("sync", [*SYNCS, *LINKED])
 def test_same_as_one_process(
-    num_ranks: int, sync: str, tmp_path_factory: pytest.TempPathFactory
+    num_ranks: int, sync: str, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
 ) -> None:
-    results, output = results_of(num_ranks, tmp_path_factory.mktemp(f"ranks{num_ranks}"))
+    folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+    results, output = results_of(num_ranks, folder, nursery)
     for name in names_for(sync):
         key = f"{sync}:{name}"
         assert key in results, f"{key} was not reached:\n{output[-3000:]}"

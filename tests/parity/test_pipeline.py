@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Ranks
+from warm import Nursery
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -19,20 +20,14 @@ SIZES = (2, 3, 4)
 RESULTS: dict[int, tuple[list[dict[str, Any]], str]] = {}
 
 
-def results_of(num_ranks: int, tmp: Path) -> tuple[list[dict[str, Any]], str]:
-    """By rank. All cases of one crew size run in one launch: starting processes costs time."""
+def results_of(num_ranks: int, tmp: Path, nursery: Nursery) -> tuple[list[dict[str, Any]], str]:
+    """By rank. All cases of one crew size run in one crew: starting processes costs time."""
     if num_ranks not in RESULTS:
-        ranks = ["--workers", str(num_ranks), "--threads", "1"]
-        script = [str(HERE / "pipeline_cases.py"), str(tmp)]
-        run = subprocess.run(
-            [sys.executable, "-m", "shoal", "run", *ranks, *script],
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        crew = Ranks(nursery, tmp, num_ranks, str(HERE / "pipeline_cases.py"), str(tmp))
+        crew.end(limit_s=150)
         files = [tmp / f"rank-{rank}.json" for rank in range(num_ranks)]
         results = [json.loads(file.read_text()) for file in files if file.exists()]
-        RESULTS[num_ranks] = results, run.stdout + run.stderr
+        RESULTS[num_ranks] = results, crew.said
     return RESULTS[num_ranks]
 
 
@@ -41,9 +36,10 @@ def results_of(num_ranks: int, tmp: Path) -> tuple[list[dict[str, Any]], str]:
     ("num_ranks", "case"), [(ranks, case) for ranks in SIZES for case in cases_for(ranks)]
 )
 def test_same_as_one_process(
-    num_ranks: int, case: str, tmp_path_factory: pytest.TempPathFactory
+    num_ranks: int, case: str, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
 ) -> None:
-    results, output = results_of(num_ranks, tmp_path_factory.mktemp(f"ranks{num_ranks}"))
+    folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+    results, output = results_of(num_ranks, folder, nursery)
     reached = [each for each in results if case in each]
     problems = "\n".join(each[case] for each in reached if each[case])
     assert not problems, f"{case}:\n{problems}"
@@ -62,10 +58,11 @@ WORDS = {
     "num_ranks", [pytest.param(ranks, id=name) for ranks, (name, _) in FATAL.items()]
 )
 def test_a_fault_of_one_rank_is_told_to_all(
-    num_ranks: int, tmp_path_factory: pytest.TempPathFactory
+    num_ranks: int, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
 ) -> None:
     """Nobody waits long for a rank that has found a fault, and all hear what it was."""
-    results, output = results_of(num_ranks, tmp_path_factory.mktemp(f"ranks{num_ranks}"))
+    folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+    results, output = results_of(num_ranks, folder, nursery)
     assert [each.keys() & {"told"} for each in results] == [{"told"}] * num_ranks, output[-3000:]
     told = [each["told"] for each in results]
     kinds = ["PeerLost", "ModelError", "PeerLost", "PeerLost"][:num_ranks]

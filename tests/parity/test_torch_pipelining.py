@@ -13,11 +13,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +25,9 @@ from torch import nn
 
 import shoal
 from shoal.wire.link import Link
+
+if TYPE_CHECKING:
+    from warm import Nursery
 
 SCHEDULES = ("1f1b", "gpipe")
 TRANSPORTS = ("zmq", "dist")
@@ -151,17 +153,13 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
+def results(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> list[dict[str, Told]]:
     """By rank."""
+    from processes import Ranks  # here, since the ranks do not know it
+
     out = tmp_path_factory.mktemp("torch-pipelining")
-    ranks = ["run", "--workers", "2", "--threads", "1"]
-    run = subprocess.run(
-        [sys.executable, "-m", "shoal", *ranks, __file__, str(out)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    crew = Ranks(nursery, out, 2, __file__, str(out))
+    assert crew.end(LIMIT_S) == [0, 0], crew.said
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

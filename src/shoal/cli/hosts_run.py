@@ -24,6 +24,9 @@ from shoal.report.waiting import waiting_line
 from shoal.settings import TrainSettings
 from shoal.wire.keys import new_pair
 
+RESULTS_VARIABLE = "SHOAL_RESULTS"
+"""Names a folder to a script: what it puts there comes back into the run folder."""
+
 
 def run_script(
     hosts: list[Host],
@@ -40,14 +43,12 @@ def run_script(
 
     def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
         arguments = [*(["-m"] if module else []), *command]
-        return [
-            RankTask(
-                rank=way.rank,
-                arguments=arguments,
-                environment={**variables_of(way), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            )
-            for way in ways
-        ]
+        tasks = []
+        for way, site in zip(ways, owners(sites), strict=True):
+            own = {"TORCH_CPP_LOG_LEVEL": "ERROR", RESULTS_VARIABLE: site.results}
+            environment = {**variables_of(way), **own}
+            tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=environment))
+        return tasks
 
     def show(host: Host, rank: int, stream: str, text: str) -> None:
         print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
@@ -83,9 +84,8 @@ def _train(
     keys = {} if settings.key or settings.insecure else keys_of_run()
 
     def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
-        owners = [site for site in sites for _ in range(site.host.slots)]
         tasks = []
-        for way, site in zip(ways, owners, strict=True):
+        for way, site in zip(ways, owners(sites), strict=True):
             own = msgspec.structs.replace(
                 settings, folder=site.results, device=site.host.device or settings.device
             )
@@ -120,6 +120,11 @@ def _train(
     if not settings.verify:
         note_folder(folder)
     return 0
+
+
+def owners(sites: list[Site]) -> list[Site]:
+    """By rank."""
+    return [site for site in sites for _ in range(site.host.slots)]
 
 
 def keys_of_run() -> dict[str, str]:

@@ -44,6 +44,7 @@ from shoal.launch.messages import (
     Report,
     Said,
     Start,
+    Stop,
     TellTime,
     encode,
     read_order,
@@ -66,6 +67,8 @@ class Agent:
         self._writing = threading.Lock()
         self._is_running = threading.Event()
         """Whether there is something to end when the launcher leaves: ranks, or a measurement."""
+        self._is_stopped = threading.Event()
+        """Whether the launcher wants the ranks ended."""
         self._folder: Path | None = None
 
     def serve(self) -> int:
@@ -136,11 +139,14 @@ class Agent:
         self._is_running.set()
         try:
             cause = run_ranks(commands, Listener(on_line=self._on_line, on_event=self._on_event))
-        except Interrupted:  # the launcher is gone: there is nobody to tell
-            raise SystemExit(1) from None
+        except Interrupted:
+            if not self._is_stopped.is_set():  # the launcher is gone: there is nobody to tell
+                raise SystemExit(1) from None
+            cause = None
         finally:
             self._is_running.clear()
-        self._say(Done(cause=cause))
+        has_results = self._folder is not None and any((self._folder / "results").iterdir())
+        self._say(Done(cause=cause, has_results=has_results))
 
     def _on_line(self, rank: int, stream: Stream, text: str) -> None:
         self._say(Line(rank=rank, stream=stream, text=text))
@@ -159,11 +165,17 @@ class Agent:
         while selector.select(SILENCE_S) and (data := os.read(0, 256 * 1024)):
             for line in lines.feed(data):
                 order = read_order(line)
-                if not isinstance(order, Ping):
+                if isinstance(order, Stop):
+                    self._is_stopped.set()
+                    self._end_ranks()
+                elif not isinstance(order, Ping):
                     self._orders.put(order)
         self._orders.put(None)
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
         if self._is_running.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # as any launcher of local ranks is told
 
     def _beat(self) -> None:
         """Signs of life, so that the launcher notices where a connection is dead."""

@@ -37,6 +37,7 @@ from shoal.launch.messages import (
     Report,
     Said,
     Start,
+    Stop,
     encode,
     read_report,
 )
@@ -96,6 +97,8 @@ class Agents(Closing):
     def __init__(self, hosts: Sequence[Host], *, keep_going: bool = False) -> None:
         self._keep_going = keep_going
         self.lost: dict[str, Loss] = {}
+        self.with_results: list[Host] = []
+        """Hosts, not this one, on which ranks left something to be fetched."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
         self._pinged_at = 0.0
@@ -193,18 +196,37 @@ class Agents(Closing):
         deadline = float("inf")
         while not all(agent.is_done for agent in self._agents):
             self._turn()
-            for agent in self._agents:
-                for report in [r for r in agent.reports if isinstance(r, Done)]:
-                    agent.reports.remove(report)
-                    agent.is_done = True
-                    if report.cause is not None:
-                        ends.append(report.cause)
+            ends += self._new_ends()
             if ends:
                 deadline = min(deadline, time.monotonic() + CAUSE_GRACE_S)
                 cause = cause_of(ends)
                 if cause is None or not cause.is_consequence or time.monotonic() > deadline:
+                    self._stop()
                     break
         return cause_of(ends)
+
+    def _new_ends(self) -> list[RankEnd]:
+        """Of ranks to blame, on hosts where all have ended by now."""
+        ends = []
+        for agent in self._agents:
+            for report in [r for r in agent.reports if isinstance(r, Done)]:
+                agent.reports.remove(report)
+                agent.is_done = True
+                if report.has_results:
+                    self.with_results.append(agent.host)
+                if report.cause is not None:
+                    ends.append(report.cause)
+        return ends
+
+    def _stop(self) -> None:
+        """End all ranks that are left; what they have left so far can be fetched."""
+        for agent in self._agents:
+            if not agent.is_done:
+                self._tell(agent, Stop())
+        deadline = time.monotonic() + ENDING_S
+        while not all(a.is_done for a in self._agents) and time.monotonic() < deadline:
+            self._turn()
+            self._new_ends()
 
     def _here(self) -> list[_Agent]:
         return [agent for agent in self._agents if agent.host.name not in self.lost]

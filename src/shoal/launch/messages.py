@@ -41,6 +41,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Keys of this run: files that its ranks find where a user's keys are else."""
 
 
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End the ranks: some other one has failed."""
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """We are still here."""
 
@@ -95,7 +99,7 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Probe: TypeAlias = TellTime | FindAddress | Listen | Measure | Examine
 """What only the doctor asks."""
 
-Order: TypeAlias = Prepare | FindPort | Start | Ping | Clean | Probe
+Order: TypeAlias = Prepare | FindPort | Start | Stop | Ping | Clean | Probe
 
 
 # -- from the agent --------------------------------------------------------------------------------
@@ -146,6 +150,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All ranks there have ended; with the one to blame, if there is one."""
 
     cause: RankEnd | None
+    has_results: bool = False
+    """Whether they left anything in the folder for it."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -97,7 +97,7 @@ def run_on_hosts(
             watcher.on_line(host, report.rank, report.stream, report.text)
 
         cause = agents.run(starts, on_report)
-        _fetch(sites[0], run_folder)
+        _fetch(sites, agents.with_results, run_folder)
         agents.tell_all(Clean())
         return cause
 
@@ -164,11 +164,16 @@ def _host_of(hosts: Sequence[Host], rank: int) -> Host:
     raise IndexError(rank)
 
 
-def _fetch(leader: Site, run_folder: Path) -> None:
-    if leader.is_here:
-        return
-    by_rsync = leader.hello.has_rsync and can_rsync()
-    copy_all([Copy(leader.host, run_folder, leader.results, by_rsync, is_back=True)])
+def _fetch(sites: Sequence[Site], wanted: Sequence[Host], run_folder: Path) -> None:
+    """What the leader left goes right into the run folder, what others left into one of theirs."""
+    copies = []
+    for site in sites:
+        if site.host in wanted:
+            here = run_folder if site is sites[0] else run_folder / site.host.name
+            here.mkdir(exist_ok=True)
+            by_rsync = site.hello.has_rsync and can_rsync()
+            copies.append(Copy(site.host, here, site.results, by_rsync, is_back=True))
+    copy_all(copies)
 
 
 class _Logs:

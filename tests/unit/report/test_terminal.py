@@ -173,7 +173,7 @@ def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], name: s
     with Terminal() as terminal:
         terminal.handle(msgspec.structs.replace(STARTED, model=name, hosts=[name, "other"]))
         terminal.handle(events.Finished(summary=summary(record(), folder=name)))
-        terminal.log(1, name)
+        terminal.log("rank 1", name)
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith(f"{name} (")
     assert name in out.splitlines()[1]
