@@ -14,6 +14,8 @@ import torch
 
 from shoal import network
 from shoal.boss.calls import (
+    LINK_S,
+    MAX_REASON_LETTERS,
     Answer,
     Application,
     Full,
@@ -22,14 +24,16 @@ from shoal.boss.calls import (
     Ready,
     Roster,
     Status,
+    Unable,
     Wait,
     encode,
     read_answer,
 )
-from shoal.errors import MeetingError, WireError
+from shoal.errors import KeyFileError, MeetingError, WireError
 from shoal.version import VERSION
+from shoal.wire.keys import KEY_LENGTH, Z85
 from shoal.wire.open_link import LinkSettings, read_keys
-from shoal.wire.zmq_call import ZmqCall
+from shoal.wire.zmq_call import REFUSED, ZmqCall
 from shoal.wire.zmq_gate import Keys
 from shoal.wire.zmq_link import ZmqLink
 
@@ -37,6 +41,15 @@ CALL_S = 1.0
 """Between two calls."""
 SILENCE_S = 3 * CALL_S
 """Who says nothing for so long is not there any more."""
+PREPARE_AFTER_S = 2 * CALL_S
+WAY_S = 1.5
+"""How long a boss has, at least, to answer to one key of several."""
+
+
+NO_KEY = (
+    "it has keys, and this worker came without: give the address that other hosts know it by, not "
+    "a loopback one, and leave --insecure out"
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,16 @@ class Contract:
     names: list[str]
 
 
-def apply(employer: Employer, device: str, notify: Callable[[str], None]) -> Contract:
-    """Wait for a boss, and for its other workers. Never gives up by itself."""
+def apply(
+    employer: Employer,
+    device: str,
+    notify: Callable[[str], None],
+    prepare: Callable[[], None] = lambda: None,
+) -> Contract:
+    """Wait for a boss, and for its other workers. Never gives up by itself.
+
+    prepare: what may take a second or two; done where the wait is long enough for it.
+    """
     application = Application(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -86,7 +107,10 @@ def apply(employer: Employer, device: str, notify: Callable[[str], None]) -> Con
                     call_at = 0.0  # it was not heard, or it is time
                 if answer is not None or line.silent_s > SILENCE_S:
                     last = answer
-                notify(_waiting(employer, last, line.fault, time.monotonic() - begun))
+                fault = line.fault if keys is not None or line.fault != REFUSED else NO_KEY
+                notify(_waiting(employer, last, fault, time.monotonic() - begun))
+                if time.monotonic() - begun > PREPARE_AFTER_S and not isinstance(answer, Hired):
+                    prepare()
                 if isinstance(answer, Hired) and answer.round != round_:
                     if link is not None:  # some other worker did not answer: all begin again
                         link.close(farewell_s=0)
@@ -95,12 +119,7 @@ def apply(employer: Employer, device: str, notify: Callable[[str], None]) -> Con
                     line.say(encode(Ready(answer.round, link.card)))
                 if isinstance(answer, Roster) and link is not None and answer.round == round_:
                     break
-        cards = [
-            msgspec.structs.replace(answer.cards[0], endpoint=employer.endpoint),
-            *answer.cards[1:],
-        ]
-        link.connect(cards, answer.names)
-        link.settle()
+            _link_up(link, answer, employer, line)
         return Contract(link, answer.names)
     except BaseException:
         if link is not None:
@@ -110,19 +129,61 @@ def apply(employer: Employer, device: str, notify: Callable[[str], None]) -> Con
         notify("")
 
 
+def _link_up(link: ZmqLink, roster: Roster, employer: Employer, line: ZmqCall) -> None:
+    """With the boss and with all others; where that fails, the boss is told why."""
+    boss, *others = roster.cards
+    is_connected = False
+    try:
+        link.connect(
+            [msgspec.structs.replace(boss, endpoint=employer.endpoint), *others], roster.names
+        )
+        is_connected = True
+        link.settle(LINK_S)
+    except WireError as error:
+        reason = str(error)[:MAX_REASON_LETTERS]
+        line.say(encode(Unable(roster.round, reason, is_consequence=is_connected)))
+        raise
+
+
 def ask(endpoint: str, settings: LinkSettings, key: str = "", limit_s: float = 5.0) -> Status:
     """How a boss is doing. Raises MeetingError if none answers."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    employer = Employer(endpoint, host, settings, key)
-    deadline = time.monotonic() + limit_s
-    with _line(employer, _keys(employer)) as line:
-        while time.monotonic() < deadline:
-            line.say(encode(Question()))
-            answer = _hear(line, min(CALL_S, max(deadline - time.monotonic(), 0)))
-            if isinstance(answer, Status):
-                return answer
-        fault = line.fault or "no boss answers there"
-    raise MeetingError(f"{endpoint}: {fault}.")
+    ways = _ways(Employer(endpoint, host, settings, key))
+    fault = ""
+    for keys, server_key in ways:
+        deadline = time.monotonic() + max(limit_s / len(ways), WAY_S)
+        with ZmqCall(endpoint, keys, server_key) as line:
+            while not line.fault and time.monotonic() < deadline:
+                line.say(encode(Question()))
+                answer = _hear(line, min(CALL_S, max(deadline - time.monotonic(), 0)))
+                if isinstance(answer, Status):
+                    return answer
+            fault = line.fault or fault
+    raise MeetingError(f"{endpoint}: {fault or 'no boss answers there'}.")
+
+
+def _ways(employer: Employer) -> list[tuple[Keys | None, str]]:
+    """How a boss may be asked: without keys, or with ours and the key that it may have.
+
+    On this host that may be our own, and then loopback may want keys, too.
+    """
+    address = network.resolve(employer.host)
+    bare: list[tuple[Keys | None, str]] = [(None, "")]
+    if employer.settings.insecure:
+        return bare
+    ways = bare if network.is_loopback(address) else []
+    try:
+        keys = read_keys(employer.settings)
+        others = list(keys.authorized.all_names())
+    except KeyFileError:
+        if ways:
+            return ways
+        raise
+    if employer.key:
+        return [*ways, (keys, _pinned(employer, keys))]
+    own = [keys.pair.public]
+    is_here = network.interface_with(address) is not None
+    return [*ways, *((keys, key) for key in (own + others if is_here else others + own))]
 
 
 def _keys(employer: Employer) -> Keys | None:
@@ -163,9 +224,19 @@ def _pinned(employer: Employer, keys: Keys) -> str:
     known = keys.authorized.all_names()
     if employer.key:
         named = [key for key, name in known.items() if name == employer.key]
+        if not named and (len(employer.key) != KEY_LENGTH or not set(employer.key) <= set(Z85)):
+            raise MeetingError(
+                f"--boss-key {employer.key}: is no public key (of {KEY_LENGTH} letters), nor a "
+                f"name in {keys.authorized.path}, which has: {', '.join(known.values()) or 'none'}."
+            )
         return named[0] if named else employer.key
     if len(known) == 1:
         return next(iter(known))
+    if not known:
+        raise MeetingError(
+            f"{keys.authorized.path} has no key: append the boss's public line to it (on the boss: "
+            "shoal keygen)."
+        )
     raise MeetingError(
         f"{keys.authorized.path} has {len(known)} keys: which one is the boss's? Say --boss-key, "
         "with its public key or the name behind it."

@@ -30,7 +30,7 @@ from shoal.boss.losses import Loss, loss_to_data
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.orders import Order, Place, Scale, Times, TrainStep
 from shoal.boss.placed import PlacedModel
-from shoal.errors import ModelError, SettingsError
+from shoal.errors import ModelError, SettingsError, WireError
 from shoal.interrupts import prompt_interrupts
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, materialise
@@ -42,6 +42,7 @@ from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.schedule import make_schedule
 from shoal.pipeline.split import stage_module, values_made
 from shoal.report.waiting import waiting_line
+from shoal.settings import SCHEDULES, unknown
 from shoal.train.factory import factory_faults, find_factory
 from shoal.wire.open_link import LinkSettings
 from shoal.wire.tree import Tree
@@ -105,14 +106,17 @@ class Boss:
                 wait_s=wait_s,
                 notify=notify or on_terminal(),
             )
-        except BaseException:
+        except BaseException as error:
             self._interrupts.__exit__(None, None, None)
+            if isinstance(error, KeyboardInterrupt):  # how we waited is of no interest
+                raise error.with_traceback(None) from None
             raise
         self._desk = Desk(self._staff)
 
     @property
     def desk(self) -> Desk:
-        assert self._desk is not None
+        if self._desk is None:
+            raise WireError("this boss was closed, and its workers are free: open another one.")
         return self._desk
 
     # -- the model ---------------------------------------------------------------------------------
@@ -268,6 +272,12 @@ class Boss:
         """
         if self._optimizer is None:
             raise ModelError("no optimizer has been made: boss.optimizer(...) comes first.")
+        faults = unknown("schedule", schedule, SCHEDULES)
+        faults += unknown("reduction", reduction, ("mean", "sum"))
+        if len(inputs) < 2:
+            faults.append("train_step(x, y, loss=...): the inputs of the model, then the target.")
+        if faults:
+            raise SettingsError(faults)
         *given, target = inputs
         model, optimizer = self.model, self._optimizer
         named = model.named(given, {})
@@ -278,22 +288,22 @@ class Boss:
         mean = reduction == "mean"
         data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
         self._loss = None  # until the last worker has shown that it knows this one
-        self.desk.order(
-            TrainStep(
-                call=call.number,
-                schedule=schedule,
-                training=None if model.mode is None else True,
-                weights=[part.size / samples if mean else 1.0 for part in call.parts],
-                loss=data,
-                forget=model.take_forgotten(),
-            ),
-            [None] * (self._wanted - 1) + [held],
+        order = TrainStep(
+            call=call.number,
+            schedule=schedule,
+            training=None if model.mode is None else True,
+            weights=[part.size / samples if mean else 1.0 for part in call.parts],
+            loss=data,
+            forget=model.take_forgotten(),
         )
-        model.send_inputs(call, named, keep=False)
-        for number, part in enumerate(micro_batches.split(target, call.parts)):
-            self.desk.send(part, self.desk.ranks[-1], f"target {call.number} {number}")
-        optimizer.step()
-        result: torch.Tensor = self.desk.recv(self.desk.ranks[-1], f"loss {call.number}")
+        last = self.desk.ranks[-1]
+        with self.desk.whole():
+            self.desk.order(order, [None] * (self._wanted - 1) + [held])
+            model.send_inputs(call, named, keep=False)
+            for number, part in enumerate(micro_batches.split(target, call.parts)):
+                self.desk.send(part, last, f"target {call.number} {number}")
+            optimizer.step()
+            result: torch.Tensor = self.desk.recv(last, f"loss {call.number}")
         self._loss = loss
         return result
 

@@ -2,6 +2,7 @@
 
     worker   Application ───>            <─── Wait, Hired or Full     boss
     worker   Ready (its card) ───>       <─── Roster (all cards)
+    worker   Unable ───>                                                   if it has no link then
     anybody  Question ───>               <─── Status
 
 Each call and each answer is one short message. Whoever cannot be read is told nothing.
@@ -19,6 +20,16 @@ from shoal.wire.zmq_link import Card
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Label = Annotated[str, msgspec.Meta(max_length=255, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 """What is shown on terminals: without anything that would steer them."""
+
+
+MAX_REASON_LETTERS = 4000
+Reason = Annotated[
+    str,
+    msgspec.Meta(max_length=MAX_REASON_LETTERS, pattern=r"^[^\x00-\x09\x0b-\x1f\x7f-\x9f]*$"),
+]
+"""Several lines, perhaps."""
+LINK_S = 10.0
+"""How long boss and workers have to link up, once all know of each other."""
 
 
 class Application(msgspec.Struct, frozen=True, tag="apply", forbid_unknown_fields=True):
@@ -42,6 +53,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True
 
     round: int
     card: Card
+
+
+class Unable(msgspec.Struct, frozen=True, tag="unable", forbid_unknown_fields=True):
+    """A worker that has the roster, and found no way to all who are in it."""
+
+    round: int
+    reason: Reason
+    is_consequence: bool
+    """Of something that is wrong elsewhere."""
 
 
 class Question(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
@@ -110,7 +130,7 @@ class Status(msgspec.Struct, frozen=True, tag="is", forbid_unknown_fields=True):
     workers: list[WorkerStatus]
 
 
-Call = Application | Ready | Question
+Call = Application | Ready | Unable | Question
 Answer = Wait | Hired | Roster | Full | Status
 
 encode = msgspec.json.Encoder().encode

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -34,7 +35,9 @@ class Desk:
         self.num_kept = dict.fromkeys(self.ranks, 0)
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
         self._reports = {rank: self.link.irecv(rank, "report") for rank in self.ranks}
-        self._num_orders = 0
+        self._num_orders = dict.fromkeys(self.ranks, 0)
+        self._is_torn = False
+        """Whether workers wait for what will not come."""
         self._zero_grad: ZeroGrad | None = None
         self.num_aborts = 0
         """How often all workers have dropped what was under way."""
@@ -42,6 +45,21 @@ class Desk:
         self._tender = threading.Thread(target=self._tend, name="shoal-boss", daemon=True)
         self._tender.start()
         atexit.register(self.close)  # of a script that never closes its boss
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around an order and all that belongs to it, there and back.
+
+        Where some of it was left out (it could not be sent, or Ctrl-C came), workers would wait for
+        that, or answer the next order with what was meant for this one: they drop it first.
+        """
+        try:
+            yield
+        except (PeerLost, WorkerError):  # all have dropped it already, or never can
+            raise
+        except BaseException:
+            self._is_torn = True
+            raise
 
     def order(self, order: Order, tensors: Sequence[Tree] | None = None) -> None:
         """To all workers. tensors: for each, by stage."""
@@ -57,18 +75,21 @@ class Desk:
     def order_each(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
         """To every worker an order of its own."""
         self._look_for_trouble()
+        if self._is_torn:
+            self._recover()
         if self._zero_grad is not None and not isinstance(orders[0], Forward | Place):
             self._tell_all([self._zero_grad] * len(self.ranks), None)
             self._zero_grad = None
-        self._tell_all(orders, tensors)
+        with self.whole():
+            self._tell_all(orders, tensors)
 
     def _tell_all(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
-        self._num_orders += 1
         for rank in self.ranks:
             if tensors is None:
                 self.link.isend(as_message(orders[rank - 1]), rank, "order")
             else:  # which are the caller's, who may change them
                 self.link.send(as_message(orders[rank - 1], tensors[rank - 1]), rank, "order")
+            self._num_orders[rank] += 1
 
     def send(self, tree: Tree, rank: int, tag: str) -> None:
         self.link.isend(tree, rank, tag)
@@ -120,13 +141,14 @@ class Desk:
         """Have all workers drop what is under way, and wait until they have."""
         self.num_aborts += 1
         for rank in self.ranks:
-            self.link.isend([self.num_aborts, self._num_orders], rank, "abort")
+            self.link.isend([self.num_aborts, self._num_orders[rank]], rank, "abort")
         for rank in self.ranks:
             self.link.recv(rank, f"recovered {self.num_aborts}")
         self.link.discard(
             "trouble", "output ", "input gradient ", "loss ", "norms ", "state ", "times "
         )
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
+        self._is_torn = False
 
     # -- in between --------------------------------------------------------------------------------
 

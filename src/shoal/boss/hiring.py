@@ -11,7 +11,7 @@ import torch
 from shoal import network
 from shoal.boss.address import Address
 from shoal.boss.applying import ask
-from shoal.boss.calls import Application, Status
+from shoal.boss.calls import LINK_S, Application, Status
 from shoal.boss.reception import Reception
 from shoal.errors import MeetingError, WireError
 from shoal.wire.open_link import LinkSettings, read_keys
@@ -20,6 +20,8 @@ from shoal.wire.zmq_link import ZmqLink
 TURN_S = 0.5
 READY_S = 10.0
 """How long those who are hired have to listen and say where."""
+WORD_S = 1.0
+"""How long workers may take to say why they could not link up."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def hire(
     except WireError as error:
         if "in use" not in str(error):
             raise
-        raise MeetingError(_who_has(address, settings)) from error
+        raise MeetingError(_who_has(address, settings)) from None
     try:
         staff = _gather(link, reception, wait_s, notify)
     except BaseException:
@@ -100,9 +102,21 @@ def _gather(
     applications = [each.application for each in reception.hired]
     for caller, offer in offers:
         link.answer(caller, offer)
-    link.connect(roster.cards, roster.names)
-    link.settle()
+    try:
+        link.connect(roster.cards, roster.names)
+        link.settle(LINK_S, lambda: bool(reception.troubles))
+    except WireError as error:
+        link.tend(lambda: len(reception.troubles) == reception.wanted, WORD_S)
+        raise MeetingError(_why_not(reception, roster.names, error)) from None
     return Staff(link, roster.names, applications)
+
+
+def _why_not(reception: Reception, names: list[str], error: WireError) -> str:
+    """Why those who came could not be linked up; where a worker knows the cause, in its words."""
+    told = sorted(reception.troubles.items())
+    causes = [each for each in told if not each[1].is_consequence] or told
+    reasons = [f"{names[rank]}: {trouble.reason}" for rank, trouble in causes] or [str(error)]
+    return "the workers came, but not all could be linked up.\n" + "\n".join(reasons)
 
 
 def _waiting(link: ZmqLink, reception: Reception, waited_s: float) -> str:
@@ -123,7 +137,7 @@ def _who_has(address: Address, settings: LinkSettings) -> str:
     taken = f"{address.endpoint} is taken"
     host = "127.0.0.1" if address.host == "0.0.0.0" else address.host
     try:
-        other = ask(Address(host, address.port).endpoint, settings, limit_s=2.0)
+        other = ask(Address(host, address.port).endpoint, settings)
     except (WireError, MeetingError):
         return f"{taken} by some other program. Listen on another port."
     names = ", ".join(f"{w.host} (pid {w.pid})" for w in other.workers) or "no worker yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,18 +25,23 @@ class PlacedOptimizer(torch.optim.Optimizer):
         num_aborts: Callable[[], int],
     ) -> None:
         """num_aborts: how often workers have dropped orders, which may have been of ours."""
-        if getattr(torch.optim, kind.__name__, None) is not kind:
-            raise ModelError(
-                f"{kind.__module__}.{kind.__name__}: workers know the optimizers of torch.optim."
-            )
+        _check(kind)
         # One made here checks the options, and knows the defaults.
-        sample = kind([torch.nn.Parameter(torch.zeros(()))], **options)
+        sample = kind([torch.nn.Parameter(torch.zeros(1, 1))], **options)
         super().__init__([torch.nn.Parameter(torch.zeros(()))], dict(sample.defaults))
         self.num_steps = 0
         self._order = order
         self._num_aborts = num_aborts
         order(MakeOptimizer(name=kind.__name__, options=_plain(options)))
         self._sent = num_aborts(), self._options()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise ModelError(
+                "a boss's optimizer has one group, of all parameters: param_groups[0] has its "
+                "options."
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._order(ZeroGrad(set_to_none=set_to_none))
@@ -51,6 +57,25 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def _options(self) -> dict[str, Any]:
         return _plain({k: v for k, v in self.param_groups[0].items() if k != "params"})
+
+
+def _check(kind: type[torch.optim.Optimizer]) -> None:
+    """Raises ModelError for what workers cannot make, or cannot step with."""
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise ModelError(
+            f"a {type(kind).__name__} is no class of torch.optim: "
+            "boss.optimizer(torch.optim.Adam, lr=1e-3), and workers make it for their parameters."
+        )
+    if kind is torch.optim.Optimizer or getattr(torch.optim, kind.__name__, None) is not kind:
+        raise ModelError(
+            f"{kind.__module__}.{kind.__name__}: workers know the optimizers of torch.optim."
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ModelError(
+            f"{kind.__name__}: its step() calls the model again through a closure, which workers "
+            "cannot. Use another one: SGD, Adam, ..."
+        )
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

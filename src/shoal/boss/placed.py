@@ -10,14 +10,14 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from shoal.boss.desk import Desk
-from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State
+from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State, ZeroGrad
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
@@ -61,6 +61,24 @@ class PlacedModel(nn.Module):
         self.mode = mode
         return super().train(mode)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """On the workers."""
+        self._desk.order(ZeroGrad(set_to_none=set_to_none))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises; so does `parameters()`. Whoever asks would do nothing, and not notice."""
+        raise ModelError(
+            "the parameters of a placed model are on its workers. There are instead: "
+            "boss.optimizer(torch.optim.Adam, lr=...), boss.clip_grad_norm_(max_norm), "
+            "model.zero_grad(), model.state_dict() and model.num_parameters."
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(
+            "a placed model is on its workers and cannot be copied or saved whole: "
+            "save model.state_dict(), which loads into a plain model."
+        )
+
     @property
     def _desk(self) -> Desk:
         if self._at is None:
@@ -86,21 +104,22 @@ class PlacedModel(nn.Module):
         self._be_ready(detached(named))
         keep = torch.is_grad_enabled()
         call = self.begin(named)
-        self._desk.order(
-            Forward(
-                call=call.number,
-                num_parts=len(call.parts),
-                keep=keep,
-                training=self.mode,
-                forget=self.take_forgotten(),
-            )
-        )
-        self.send_inputs(call, named, keep)
         outputs, needs = [], []
-        for number in range(len(call.parts)):
-            output, flags = self._desk.recv(self._desk.ranks[-1], f"output {call.number} {number}")
-            outputs.append(output)
-            needs = flags
+        with self._desk.whole():
+            self._desk.order(
+                Forward(
+                    call=call.number,
+                    num_parts=len(call.parts),
+                    keep=keep,
+                    training=self.mode,
+                    forget=self.take_forgotten(),
+                )
+            )
+            self.send_inputs(call, named, keep)
+            for number in range(len(call.parts)):
+                tag = f"output {call.number} {number}"
+                output, needs = self._desk.recv(self._desk.ranks[-1], tag)
+                outputs.append(output)
         output = micro_batches.join(outputs)
         tensors = tensors_of(output)
         wanted = [path for path, need in zip(tensors, needs, strict=True) if need]
@@ -162,18 +181,58 @@ class PlacedModel(nn.Module):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Gathered from the workers; loads into a plain model."""
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """Gathered from the workers; loads into a plain model.
+
+        destination, prefix: where this model is part of another module, whose state it is.
+        """
         self._be_ready(None)
         state = self._united(self.ask_all("state", lambda call: State(call=call)))
         state |= {name: tensor.clone() for name, tensor in self.stray.items()}
-        return {name: state[name] for name in self._names if name in state}
+        found = {prefix + name: state[name] for name in self._names if name in state}
+        if destination is None:
+            return found
+        destination.update(found)
+        return destination
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        missing = [name for name in self._names if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in self._names]
+        missing, unexpected = self._differences(state_dict)
         if strict and (missing or unexpected):
             raise ModelError(f"state_dict: missing {missing}, not of this model {unexpected}.")
+        if faults := self._load(state_dict):
+            raise ModelError(faults)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As part of another module, whose load_state_dict() it is."""
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
+        missing, unexpected = self._differences(own)
+        missing_keys += [prefix + name for name in missing]
+        unexpected_keys += [prefix + name for name in unexpected]
+        error_msgs += self._load(own)
+
+    def _differences(self, state: Any) -> tuple[list[str], list[str]]:
+        """Names that are missing in a state, and those that are not of this model."""
+        missing = [name for name in self._names if name not in state]
+        return missing, [name for name in state if name not in self._names]
+
+    def _load(self, state_dict: Any) -> list[str]:
+        """What is of this model; does nothing if some does not fit, and returns what."""
         self._be_ready(None)
         owned = self.ask_all("state", lambda call: State(call=call))
         mine = self._united([*owned, self.stray])
@@ -183,7 +242,7 @@ class PlacedModel(nn.Module):
             for name in mine
             if name in state_dict and state_dict[name].shape != mine[name].shape
         ]:
-            raise ModelError(faults)
+            return faults
         # Waits until all has gone: the caller's tensors may change after this.
         self._desk.order_each(
             [Load()] * len(owned),
@@ -191,7 +250,7 @@ class PlacedModel(nn.Module):
         )
         for name, tensor in self.stray.items():
             tensor.copy_(state_dict.get(name, tensor))
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return []
 
     def gradient_norm(self) -> torch.Tensor:
         """Of all parameters together, put together in their order, as one process does."""
@@ -243,6 +302,12 @@ class Call:
         self._is_over = True
         self._forget.detach()
         self.model._in_use.discard(self.number)
+        with desk.whole():
+            received = self._send_backward(desk, gradients)
+        return [_joined(of_input) for of_input in zip(*received, strict=True)]
+
+    def _send_backward(self, desk: Desk, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Returns the gradients of the inputs, of each micro-batch, where they are wanted."""
         desk.order(
             Backward(call=self.number, num_parts=len(self.parts), wants_inputs=self.wants_inputs)
         )
@@ -256,8 +321,8 @@ class Call:
             desk.send(cut, desk.ranks[-1], f"gradient {self.number} {number}")
         if not self.wants_inputs:
             return []
-        received = desk.recv(1, f"input gradient {self.number}")
-        return [_joined(of_input) for of_input in zip(*received, strict=True)]
+        received: list[Any] = desk.recv(1, f"input gradient {self.number}")
+        return received
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

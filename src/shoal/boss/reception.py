@@ -19,6 +19,7 @@ from shoal.boss.calls import (
     Ready,
     Roster,
     Status,
+    Unable,
     Wait,
     encode,
     read_call,
@@ -66,6 +67,8 @@ class Reception:
         self._is_open = True
         self.turned_away: dict[str, str] = {}
         """By who it was: why somebody could not be taken."""
+        self.troubles: dict[int, Unable] = {}
+        """By rank: why a worker that has the roster could not link up."""
 
     def on_call(self, caller: bytes, content: bytes, key: str) -> bytes | None:
         """What to answer at once. Raises WireError for what is no call."""
@@ -74,6 +77,11 @@ class Reception:
             return encode(self._status())
         if isinstance(call, Ready):
             self._take_card(caller, call)
+            return None
+        if isinstance(call, Unable):
+            known = self._applicants.get(caller)
+            if known is not None and known.rank and call.round == self._round:
+                self.troubles[known.rank] = call
             return None
         answer = self._take_application(caller, call)
         return None if answer is None else encode(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,12 @@ from shoal.boss.hand import Hand
 from shoal.errors import PeerLost, WireError
 from shoal.pipeline.known import Allowed
 from shoal.wire.link import HASTE_S
+
+
+@functools.cache
+def prepare() -> None:
+    """The first optimizer of a process imports much: rather now than when a boss waits for it."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 def serve(
@@ -28,7 +35,7 @@ def serve(
     """
     while True:
         try:
-            contract = apply(employer, str(device), notify)
+            contract = apply(employer, str(device), notify, prepare)
         except (WireError, PeerLost) as error:  # others of this boss's, or it, did not come through
             tell(f"could not work for the boss at {employer.endpoint}: {error}")
             if once:

@@ -170,7 +170,10 @@ def train(
     shoal train --init tcp://192.168.0.1:23456 --rank 0 --world-size 2
     """
     if boss:
-        stages, workers, schedule = _of_boss(stages, workers, schedule, [init, rank, world_size])
+        stages, workers, schedule = _of_boss(
+            stages, workers, schedule, sync, [init, rank, world_size]
+        )
+        transport = "zmq"
     elif stages > 1:
         schedule = schedule or SCHEDULES[-1]
         if microbatches is None:
@@ -183,7 +186,7 @@ def train(
         data=data,
         data_dir=None if data_dir is None else str(Path(data_dir).absolute()),
         sync=sync or ("ring" if transport == "zmq" and stages == 1 else DEFAULTS.sync),
-        transport="zmq" if boss else transport,
+        transport=transport,
         stages=stages,
         boss=boss,
         schedule=schedule,
@@ -242,7 +245,11 @@ def train(
 
 
 def _of_boss(
-    stages: int, workers: int | None, schedule: str | None, elsewhere: list[object]
+    stages: int,
+    workers: int | None,
+    schedule: str | None,
+    sync: str | None,
+    elsewhere: list[object],
 ) -> tuple[int, int, str]:
     """Stages, workers and schedule of a boss; every worker has one stage."""
     faults = []
@@ -251,7 +258,11 @@ def _of_boss(
             "--boss starts its workers on this host; for other hosts run shoal worker there, and a "
             "script with shoal.Boss here. Leave out --init, --rank and --world-size."
         )
-    if stages not in (1, workers or stages):
+    if sync is not None:
+        faults.append("--sync: is about replicas, and a boss has one copy of the model.")
+    if workers is not None and workers < 1:
+        faults.append(f"--workers {workers}: must be at least 1.")
+    elif stages not in (1, workers or stages):
         faults.append(f"--stages {stages}: with --boss there are as many stages as --workers.")
     if faults:
         raise SettingsError(faults)

@@ -9,7 +9,7 @@ import typer
 
 from shoal.errors import EXIT_INTERRUPTED, SettingsError
 from shoal.launch.hosts import read_hosts
-from shoal.settings import boss_in_environment
+from shoal.settings import DEVICES, boss_in_environment, unknown
 
 
 def worker(
@@ -64,10 +64,15 @@ def worker(
     Needs none of the boss's code for models that are made of torch's own layers.
     """
     address = boss or boss_in_environment()
+    faults = unknown("--device", device, DEVICES)
     if not address:
-        raise SettingsError(
-            ["--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."]
+        faults.append(
+            "--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."
         )
+    if threads is not None and threads < 1:
+        faults.append(f"--threads {threads}: must be at least 1.")
+    if faults:
+        raise SettingsError(faults)
     if hosts is not None:
         from shoal.cli.hosts_worker import workers_on_hosts  # which brings zmq
 

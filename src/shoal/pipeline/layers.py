@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shoal.errors import ModelError
 
@@ -35,7 +36,7 @@ class Layer:
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the inputs, where the list says so. For checks only."""
+    """Of the inputs, where the list says so: checked against what the layers make."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ def model_of(layers: Sequence[Element]) -> nn.Module:
     kwargs may hold 'out_variables' (gives) and 'dependencies' or 'in_variables' (takes). Raises
     ModelError with every fault of the list.
     """
-    modules: list[nn.Module] = []
+    modules: dict[int, nn.Module] = {}
     known: dict[int, Layer] = {}
     faults: list[str] = []
     cause: Exception | None = None
@@ -123,7 +124,7 @@ def model_of(layers: Sequence[Element]) -> nn.Module:
             own_faults = own_faults + layer.faults()
         if layer is not None and not own_faults:
             try:
-                modules.append(layer.build())
+                modules[number] = layer.build()
             except Exception as error:  # the class is the user's: it may raise anything
                 own_faults = [f"it cannot be built: {type(error).__name__}: {error}"]
                 cause = cause or error
@@ -131,9 +132,10 @@ def model_of(layers: Sequence[Element]) -> nn.Module:
     if not modules and not faults:
         faults.append("the list of layers is empty: a model has one layer at least")
     faults += _skip_faults(known)
+    faults += _shape_faults(known, modules)
     if faults:
         raise ModelError(faults) from cause
-    return _Listed(modules, known.values())
+    return _Listed(list(modules.values()), known.values())
 
 
 def needs_only_torch(layers: Sequence[Element]) -> list[str]:
@@ -244,6 +246,88 @@ def _skip_faults(layers: dict[int, Layer]) -> Iterator[str]:
                 yield f"{place}, which it gives itself: only earlier layers can be taken from"
             elif giver > number:
                 yield f"{place} before it is given, by {_label(giver, layers[giver])}"
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+_Shape: TypeAlias = tuple[int, ...] | None
+"""None: not known."""
+
+
+def _shape_faults(layers: dict[int, Layer], modules: dict[int, nn.Module]) -> Iterator[str]:
+    """Where shapes that the list says do not fit: each other, or the layer that they are for.
+
+    Every layer goes by the shapes that are said of it, so that one fault does not hide the next.
+    """
+    kept: dict[str, _Shape] = {}
+    made: dict[int, _Shape] = {}
+    for number, layer in layers.items():
+        label = _label(number, layer)
+        taken = [kept.get(name) if _is_name(name) else None for name in layer.takes]
+        coming = [made.get(number - 1), *taken]
+        known = [shape if min(shape, default=0) >= 0 else None for shape in layer.shapes]
+        said = [*known, *[None] * len(coming)][: len(coming)]
+        for what, shape, own in zip(["its input", *layer.takes], coming, said, strict=True):
+            if shape is not None and own is not None and shape[1:] != own[1:]:
+                yield f"{label}: the list says that {what} is {own}, and it is {shape}"
+        both = zip(coming, said, strict=True)
+        inputs = [shape if own is None else own for shape, own in both]
+        if number in modules and None not in inputs:
+            try:
+                made[number] = _shape_made(layer, modules[number], inputs)
+            except _DoesNotFit as error:
+                shown = ", ".join(map(str, inputs))
+                yield f"{label}: does not take {shown}: {error.__cause__}"
+        kept.update(dict.fromkeys(filter(_is_name, layer.gives), made.get(number)))
+
+
+class _DoesNotFit(Exception):
+    """Raised from what torch says about it."""
+
+
+def _shape_made(layer: Layer, module: nn.Module, inputs: Sequence[Any]) -> _Shape:
+    """Of the output, where that can be told without computing anything."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if any(map(is_lazy, tensors.values())):
+        return None
+    state = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    dtypes = [tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point]
+    fault: RuntimeError | None = None
+    for dtype in ((dtypes or [torch.float32])[0], torch.int64):  # an embedding takes numbers
+        try:
+            made = _called_on_meta(layer, module, state, inputs, dtype)
+        except NotImplementedError:  # which is a RuntimeError, but none about shapes
+            return None
+        except RuntimeError as error:
+            fault = fault or error
+        except Exception:  # the code may be the user's, and may want more than a shape
+            return None
+        else:
+            return tuple(made.shape) if isinstance(made, torch.Tensor) else None
+    if not _is_plain(layer, module):
+        return None
+    raise _DoesNotFit from fault
+
+
+def _called_on_meta(
+    layer: Layer,
+    module: nn.Module,
+    state: dict[str, torch.Tensor],
+    inputs: Sequence[Any],
+    dtype: torch.dtype,
+) -> Any:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        x, *taken = (torch.empty(shape, dtype=dtype, device="meta") for shape in inputs)
+        if layer.combine != "args" and taken:
+            x, taken = _combined(layer.combine, x, taken), []
+        return torch.func.functional_call(module, state, (x, *taken))
+
+
+def _is_plain(layer: Layer, module: nn.Module) -> bool:
+    """Whether it takes one tensor, of which it needs no values: then its error is about shapes."""
+    if callable(layer.combine) or (layer.combine == "args" and layer.takes):
+        return False
+    return all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
 
 
 def _names(names: Any) -> tuple[Any, ...]:

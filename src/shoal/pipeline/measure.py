@@ -9,12 +9,12 @@ import torch
 
 from shoal.crew import Crew
 from shoal.layout import Layout
-from shoal.pipeline.partition import Costs
+from shoal.pipeline.partition import SMALLEST_SLACK, Costs
 from shoal.wire.link import Link
 
 LARGE_BYTES = 1 << 20
 REPEATS = 3
-SLACK, SLACK_IN_TURNS = 0.03, 1.0
+SLACK_IN_TURNS = 1.0
 MEMORY_SHARE = 0.9
 """The part of free memory that stages may plan with."""
 
@@ -38,7 +38,7 @@ def measure_costs(crew: Crew, link: Link, layout: Layout, *, in_turns: bool) -> 
             min(limits[rank] for rank in layout.ranks_of_stage(stage))
             for stage in range(layout.stages)
         ],
-        slack=SLACK_IN_TURNS if in_turns else SLACK,
+        slack=SLACK_IN_TURNS if in_turns else SMALLEST_SLACK,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
@@ -24,6 +24,11 @@ from shoal.errors import ModelError
 # Seconds are added up as whole picoseconds: sums of floats depend on their order, and then equal
 # stages would not be ties. Every rank must find the same cuts.
 _TICKS_PER_S = 10**12
+
+SMALLEST_SLACK = 0.03
+"""What the clock cannot tell apart."""
+LEAST_SHARE = 0.25
+"""Of what each stage would have, were they equal: with less than that a rank is there in vain."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,29 @@ def cut(
     return _search(num_stages, bounds, total, operator.add)[1]
 
 
+def cut_for_turns(
+    units: Sequence[Unit],
+    values: Sequence[Value],
+    num_stages: int,
+    costs: Costs,
+    together: Sequence[tuple[int, int]] = (),
+) -> list[int]:
+    """The same where one stage works at a time: less evenly, if then less has to cross.
+
+    But so that every stage has something to do. Where no cut can give it that, the fastest slowest
+    stage is what counts.
+    """
+    work = [0, *accumulate(_compute_ticks(unit) for unit in units)]
+    least = work[-1] / num_stages * LEAST_SHARE
+    slack = costs.slack
+    while True:
+        found = cut(units, values, num_stages, replace(costs, slack=slack), together)
+        shares = (work[b] - work[a] for a, b in pairwise([0, *found, len(units)]))
+        if slack == 0 or all(share >= least for share in shares):
+            return found
+        slack = slack / 2 if slack > SMALLEST_SLACK else 0.0
+
+
 def _search(
     num_stages: int, bounds: Sequence[int], cost: _Cost, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
@@ -226,7 +254,7 @@ def places_in(
         names = ", ".join(f"{units[a].name!r} and {units[b].name!r}" for a, b in guilty)
         faults.append(
             f"{asked} units that share parameters must be in one stage ({names}): "
-            f"{possible} stages are possible."
+            f"{possible} {'stage is' if possible == 1 else 'stages are'} possible."
         )
     return places, faults
 

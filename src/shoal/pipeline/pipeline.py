@@ -25,7 +25,7 @@ from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, mat
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
-from shoal.pipeline.plan import Plan, ReplicaPlace, plan_faults
+from shoal.pipeline.plan import Plan, ReplicaPlace, check_optimizer, plan_faults, terms
 from shoal.pipeline.profile import choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -78,6 +78,7 @@ class Pipeline:
         module = as_module(model, plan.seed)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
+        crew.agree("how the model is trained", terms(plan))
         crew.agree("the model", outline(graph))
         self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
         """Each as a value of the graph, and as `forward` calls it."""
@@ -168,9 +169,11 @@ class Pipeline:
             return None
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         # A stage without parameters has an optimizer all the same: schedulers want one.
-        return self.plan.optimizer(
+        made = self.plan.optimizer(
             trainable or [nn.Parameter(torch.empty(0))], **self.plan.optimizer_options
         )
+        check_optimizer(made)
+        return made
 
     @property
     def stage(self) -> Stage:
@@ -238,6 +241,8 @@ class Pipeline:
             raise ModelError("pipeline() was given no loss=, so there is nothing to go back from.")
         self.prepare(x)
         parts, inputs = self._begin("step", x)
+        if not parts[0].total:
+            raise ModelError("x: the batch is empty, so there is nothing to learn from.")
         total = torch.zeros((), device=self._crew.device)
         counts = self._counts()
         finish = None
@@ -412,6 +417,8 @@ class Pipeline:
         for rank in others:
             norms |= self._link.recv(rank, "norms")
         order = [name for name in self._names if name in norms]
+        if not order:  # as in one process, where nothing is trained
+            return torch.zeros((), device=self._crew.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
         gradients = [grad for _, grad in named]
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

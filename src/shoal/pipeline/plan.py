@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.settings import stage_faults
 
@@ -55,3 +57,26 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
     if plan.reduction not in ("mean", "sum"):
         found.append(f"reduction={plan.reduction!r}: must be 'mean' or 'sum'.")
     return found
+
+
+def terms(plan: Plan) -> list[str]:
+    """What every rank must say alike, for their messages to fit together."""
+    return [
+        f"{plan.stages} stages",
+        plan.schedule,
+        f"{plan.microbatches} micro-batches",
+        f"loss is a {plan.reduction}" if plan.loss else "no loss",
+        "an optimizer" if plan.optimizer else "no optimizer",
+        f"clip_norm {plan.clip_norm}",
+        f"seed {plan.seed}",
+    ]
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """One that computes the loss again, within its step, would do so on one rank alone."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ModelError(
+            f"{type(optimizer).__name__}: its step() needs a closure that computes the loss again, "
+            "and here no rank can do so by itself. Use an optimizer whose step() needs none."
+        )

@@ -16,7 +16,7 @@ from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import materialise
 from shoal.pipeline.graph import Graph, attribute, shared
-from shoal.pipeline.partition import Costs, Unit, Value, cut, places_in
+from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
@@ -44,9 +44,11 @@ def choose_cuts(
         alive = schedule.most_alive(0)
         units = [replace(unit, kept_bytes=unit.kept_bytes * alive) for unit in units]
     together = [*shared(graph), *(pair for value in values for pair in _bound(value))]
+    if schedule is None:
+        return cut(units, values, num_stages, costs, together)
+    if schedule.name == "sequential":
+        return cut_for_turns(units, values, num_stages, costs, together)
     cuts = cut(units, values, num_stages, costs, together)
-    if schedule is None or schedule.name == "sequential":
-        return cuts
     places, _ = places_in(units, num_stages, together)
     return refine(units, values, cuts, places, costs, schedule, weights)
 

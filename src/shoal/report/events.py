@@ -28,6 +28,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: str
     sync: str
     transport: str = "dist"
+    boss: bool = False
+    """Whether the stages are on workers of a boss."""
     stages: int = 1
     schedule: str | None = None
     microbatches: int = 1

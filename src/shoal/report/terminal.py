@@ -243,10 +243,13 @@ def _number(value: float | None) -> str:
 def _layout(event: events.Started | events.Verified, replicas: int) -> str:
     """How the model lies over the ranks, in words."""
     over = "" if event.transport == "dist" else f" over {event.transport}"
+    parts = "" if event.microbatches == 1 else f" × {event.microbatches} micro-batches"
+    if isinstance(event, events.Started) and event.boss:
+        workers = f"{event.stages} worker{'s' * (event.stages > 1)}"
+        return f"a boss and {workers}, one stage each{over}, {event.schedule}{parts}"
     if event.stages == 1:
         way = f"sync {event.sync}{over}"
         return "1 process" if replicas == 1 else f"{replicas} replicas, {way}"
-    parts = "" if event.microbatches == 1 else f" × {event.microbatches} micro-batches"
     stages = f"{event.stages} stages{over}, {event.schedule}{parts}"
     return stages if replicas == 1 else f"{replicas} replicas (sync {event.sync}) of {stages}"
 

@@ -129,6 +129,7 @@ def train_and_keep(
             data=settings.data,
             sync=settings.sync,
             transport=settings.transport,
+            boss=settings.boss,
             stages=settings.stages,
             schedule=settings.schedule,
             microbatches=settings.microbatches,

@@ -237,13 +237,21 @@ class ZmqLink(Link):
         self._gate.expect(dealer, guest)
         return dealer
 
-    def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until all others have connected and are connected to."""
+    def settle(
+        self, timeout_s: float | None = None, is_hopeless: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until all others have connected and are connected to.
+
+        is_hopeless: whether that is known to come to nothing.
+        """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         peers = self._peers.values()
 
         def is_settled() -> bool:
-            return any(p.guest.refusal for p in peers) or not any(map(self._missing, peers))
+            if is_hopeless() or any(p.guest.refusal for p in peers):
+                return True
+            missing = list(filter(self._missing, peers))
+            return not missing or any(p.is_gone for p in missing)
 
         self._pump_until(is_settled, limit_s)
         faults = [f"{p.name}: {fault}" for p in peers if (fault := self._missing(p))]
@@ -258,7 +266,9 @@ class ZmqLink(Link):
     def _missing(self, peer: _Peer) -> str:
         if not peer.guest.is_connected:
             return peer.guest.refusal or "it cannot be reached (is a firewall between us?)"
-        return "" if peer.has_come else "it can be reached, but it does not reach us"
+        if peer.has_come:
+            return ""
+        return "it is gone again" if peer.is_gone else "it can be reached, but it does not reach us"
 
     # -- sending -----------------------------------------------------------------------------------
 

@@ -1,0 +1,52 @@
+"""Scripts whose ranks do not say the same of a pipeline, or ask for what none can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import SHOAL
+
+SCRIPT = """
+import sys, torch, torch.nn.functional as F, shoal
+from torch import nn
+
+for what in sys.argv[1:]:
+    with shoal.join(timeout_s=30) as crew:
+        net, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.ones(4, 2)
+        words = dict(cuts=["2"], loss=F.mse_loss, optimizer=torch.optim.SGD, schedule="1f1b")
+        if what == "schedule" and crew.rank:
+            words["schedule"] = "gpipe"
+        if what == "optimizer":
+            words["optimizer"] = torch.optim.LBFGS
+        if what == "frozen":
+            net.requires_grad_(False)
+            words["clip_norm"] = 1.0
+        try:
+            pipe = crew.pipeline(net, **words)
+            loss = pipe.step(x[:0], x[:0]) if what == "empty" else pipe.step(x, x)
+            print(what, "is fine", flush=True)
+        except shoal.ShoalError as error:
+            print(f"{what}: {error}", flush=True)
+"""
+
+
+SENTENCES = {
+    "schedule": "do not agree on how the model is trained",
+    "optimizer": "LBFGS: its step() needs a closure",
+    "empty": "x: the batch is empty",
+}
+"""What every rank is told."""
+
+
+def test_every_rank_is_told(start, tmp_path: Path) -> None:
+    """In one run of two ranks."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    whats = (*SENTENCES, "frozen")
+    run = start(*SHOAL, "run", "--workers", "2", "--threads", "1", str(path), *whats)
+    assert run.end() == 0, run.said
+    for rank in range(2):
+        for what, sentence in SENTENCES.items():
+            assert f"[{rank}] {what}: " in run.out
+            assert sentence in run.out.partition(f"[{rank}] {what}: ")[2].splitlines()[0]
+        assert f"[{rank}] frozen is fine" in run.out
