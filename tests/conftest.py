@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from warm import Host, Nursery
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("soak", max_examples=5000)
 hypothesis.settings.load_profile("same")
+
+# Started in the background by a shell, Ctrl-C would be ignored here and in all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Start = Callable[..., Running]
 
