@@ -188,8 +188,10 @@ def test_places_of_every_size_are_filled_without_allocating(
         with monkeypatch.context() as patch:
             patch.setattr("shoal.wire.inbox.allocate", forbidden)
             patch.setattr("shoal.wire.front.shaper", lambda slot: forbidden)
-            links[0].send({"x": torch.full((size,), float(number)), "odd": room["odd"]}, to=1)
+            tree = {"x": torch.full((size,), float(number)), "odd": room["odd"]}
+            sent = links[0].isend(tree, to=1)
             assert job.wait()["x"] is room["x"]
+            sent.wait()
         assert room["x"].data_ptr() == where
         assert (room["x"] == number).all()
 

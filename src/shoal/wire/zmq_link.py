@@ -268,7 +268,9 @@ class ZmqLink(Link):
             return peer.guest.refusal or "it cannot be reached (is a firewall between us?)"
         if peer.has_come:
             return ""
-        return "it is gone again" if peer.is_gone else "it can be reached, but it does not reach us"
+        if peer.is_gone:
+            return str(self._inbox.lost(peer.rank))
+        return "it can be reached, but it does not reach us"
 
     # -- sending -----------------------------------------------------------------------------------
 
