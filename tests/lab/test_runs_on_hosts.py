@@ -36,6 +36,10 @@ signal.pause()
 FAIL = """
 import os, pathlib, sys, time
 (pathlib.Path(os.environ["SHOAL_RESULTS"]) / "so far.txt").write_text("kept")
+here = pathlib.Path(sys.argv[1])  # which all hosts of the lab share
+(here / os.environ["RANK"]).touch()
+while os.environ["RANK"] == "1" and len(list(here.iterdir())) < 3:
+    time.sleep(0.01)
 if os.environ["RANK"] == "1":
     print("about to fail", flush=True)
     sys.exit(7)
@@ -207,7 +211,9 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
     lab: Lab, launch: Launch, project: Path
 ) -> None:
     """What others had kept by then comes back."""
-    run = launch("run", "--hosts", "laptop,desktop,server", "fail.py")
+    here = project.parent / "here"
+    here.mkdir()
+    run = launch("run", "--hosts", "laptop,desktop,server", "fail.py", str(here))
     assert run.end() == 7, run.said
     assert "[desktop 1] about to fail" in run.out
     assert "shoal: rank 1 (desktop, pid " in run.err
