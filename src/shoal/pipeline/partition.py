@@ -27,7 +27,7 @@ _TICKS_PER_S = 10**12
 
 SMALLEST_SLACK = 0.03
 """What the clock cannot tell apart."""
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.1
 """Of what each stage would have, were they equal: with less than that a rank is there in vain."""
 
 
@@ -163,7 +163,7 @@ def cut_for_turns(
         shares = (work[b] - work[a] for a, b in pairwise([0, *found, len(units)]))
         if slack == 0 or all(share >= least for share in shares):
             return found
-        slack = slack / 2 if slack > SMALLEST_SLACK else 0.0
+        slack = 0.9 * slack if slack > SMALLEST_SLACK else 0.0
 
 
 def _search(
