@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.hosts_run import run_script
+from shoal.cli.options import Hosts, NoSync
 from shoal.errors import SettingsError
 from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
@@ -26,17 +27,8 @@ def run(
     workers: Annotated[
         int | None, typer.Option(help="How many ranks to start on this host. Default: 2.")
     ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            help="Start ranks on these hosts, over ssh: laptop,desktop:2 or the path of a "
-            "hosts.toml. The first one leads."
-        ),
-    ] = None,
-    no_sync: Annotated[
-        bool,
-        typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
-    ] = False,
+    hosts: Hosts = None,
+    no_sync: NoSync = False,
     out: Annotated[
         str, typer.Option(help="With --hosts: the folder that run folders are made in.")
     ] = "runs",

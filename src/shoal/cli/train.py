@@ -12,6 +12,7 @@ import typer
 
 from shoal.cli.ending import exit_now
 from shoal.cli.hosts_run import train_on_hosts
+from shoal.cli.options import Hosts, NoSync
 from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
 from shoal.launch.hosts import Host, read_hosts
@@ -123,17 +124,8 @@ def train(
     log_every: Annotated[
         int, typer.Option(help="Steps between two lines of metrics.jsonl.")
     ] = DEFAULTS.log_every,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            help="Start ranks on these hosts, over ssh: laptop,desktop:2 or the path of a "
-            "hosts.toml. The first one leads."
-        ),
-    ] = None,
-    no_sync: Annotated[
-        bool,
-        typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
-    ] = False,
+    hosts: Hosts = None,
+    no_sync: NoSync = False,
     init: Annotated[
         str | None,
         typer.Option(

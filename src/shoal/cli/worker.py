@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.options import NoSync
 from shoal.errors import EXIT_INTERRUPTED, SettingsError
 from shoal.launch.hosts import read_hosts
 from shoal.settings import DEVICES, boss_in_environment, unknown
@@ -54,10 +55,7 @@ def worker(
             "hosts.toml; with keys for them and for a boss on this host. --boss :PORT is this host."
         ),
     ] = None,
-    no_sync: Annotated[
-        bool,
-        typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
-    ] = False,
+    no_sync: NoSync = False,
 ) -> None:
     """Work for a boss: wait for it, hold the stage that it brings, and wait for the next one.
 
