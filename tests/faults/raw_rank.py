@@ -17,7 +17,7 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
 from shoal.wire.tree import memory_of, take_apart
 from shoal.wire.zmq_link import HELLO, PULSE, Card
-from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP
+from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, WHOLE_BYTES
 
 Frames = Sequence[Any]
 
@@ -105,9 +105,12 @@ class RawCall(Closing):
 def frames_of(tree: Any, number: int = 0, tag: str = "") -> list[list[bytes]]:
     """The zmq messages by which a link sends `tree` as its message `number`."""
     head, buffers = pack(take_apart(tree), tag, number, DEFAULT_LIMIT_BYTES)
+    contents = [memory_of(buffer).tobytes() for buffer in buffers]
+    if len(contents) == 1 and len(contents[0]) <= WHOLE_BYTES:
+        return [[head, contents[0]]]
     pieces = [
         content[at : at + PIECE_BYTES]
-        for content in (memory_of(buffer).tobytes() for buffer in buffers)
+        for content in contents
         for at in range(0, len(content), PIECE_BYTES)
     ]
     return [[head], *([STAMP.pack(number, n), piece] for n, piece in enumerate(pieces))]

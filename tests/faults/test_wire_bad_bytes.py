@@ -25,7 +25,7 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire import zmq_gate
 from shoal.wire.front import MAX_FRONT_BYTES
 from shoal.wire.zmq_link import ZmqLink
-from shoal.wire.zmq_pieces import PIECE_BYTES
+from shoal.wire.zmq_pieces import PIECE_BYTES, WHOLE_BYTES
 
 SOON_S = 30.0
 AT_ONCE_S = 10.0
@@ -35,7 +35,8 @@ LIMIT_BYTES = 2**24
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 """Of ZMTP 3.1: whoever says this speaks zmq."""
 
-LARGE = torch.arange(3 * PIECE_BYTES // 8, dtype=torch.int64)  # three pieces
+MEDIUM = torch.arange(10_000)  # goes whole, with its front
+LARGE = torch.arange((WHOLE_BYTES + PIECE_BYTES) // 8)  # five pieces
 
 
 class Party:
@@ -210,6 +211,7 @@ def test_who_takes_the_place_of_a_rank_before_it_comes_takes_no_other(
 # -- a rank that talks nonsense --------------------------------------------------------------------
 
 SMALL = frames_of({"x": torch.arange(9.0)})[0][0]
+WHOLE = frames_of(MEDIUM)[0]
 FRONT, *PIECES = frames_of(LARGE)
 
 
@@ -240,6 +242,11 @@ NONSENSE: dict[str, list[Frames]] = {
     "a shape that no tensor has": [[by_hand(["b", 0], [["uint8", [0, 2**62, 2**62]]], 0)]],
     "a message over the limit": [[by_hand(["b", 0], [["uint8", [LIMIT_BYTES + 1]]], 0), b"x"]],
     "other totals than shapes": [[by_hand(["b", 0], [["uint8", [70_000]]], 70_001), bytes(70_000)]],
+    "a buffer too short": [[WHOLE[0], WHOLE[1][:-1]]],
+    "a buffer too long": [[WHOLE[0], WHOLE[1] + b"\0"]],
+    "a buffer that did not come with its front": [WHOLE[:1], WHOLE[1:]],
+    "something behind a buffer": [[*WHOLE, b"more"]],
+    "the same buffer again": [WHOLE, WHOLE],
     "no first piece": [FRONT, PIECES[0][:1]],
     "the first piece with its front": [[*FRONT, PIECES[0][1]]],
     "a first piece too long": with_piece(0, bytes(PIECE_BYTES + 1), at=0),
@@ -282,11 +289,16 @@ def test_a_rank_that_talks_nonsense_is_dropped(
 
 
 def test_the_pieces_that_nonsense_is_made_of_are_good(party: Party, log: Log) -> None:
-    party.call.say([SMALL], *frames_of(LARGE, 1), *frames_of("text", 2), *frames_of(LARGE, 3))
+    trees = [LARGE, "text", LARGE, MEDIUM, MEDIUM]
+    party.call.say(
+        [SMALL], *(frames for n, tree in enumerate(trees, 1) for frames in frames_of(tree, n))
+    )
     assert torch.equal(party.links[0].recv(2)["x"], torch.arange(9.0))
     assert torch.equal(party.links[0].recv(2), LARGE)
     assert party.links[0].recv(2) == "text"
     assert torch.equal(party.links[0].recv(2, into=torch.zeros_like(LARGE)), LARGE)
+    assert torch.equal(party.links[0].recv(2), MEDIUM)
+    assert torch.equal(party.links[0].recv(2, into=torch.zeros_like(MEDIUM)), MEDIUM)
     party.call.say([b"g"])
     with pytest.raises(PeerLost, match="rank 2 has left"):
         party.links[0].recv(2)
@@ -325,7 +337,7 @@ def test_a_message_that_no_memory_holds_is_refused(stack: ExitStack, log: Log) -
 
 def test_a_frame_too_large_to_be_received_ends_its_sender(party: Party, log: Log) -> None:
     """Zmq ends the connection before the frame has come; so no memory is taken for it."""
-    party.call.say([bytes(max(MAX_FRONT_BYTES, PIECE_BYTES) + 1)])
+    party.call.say([bytes(max(MAX_FRONT_BYTES, WHOLE_BYTES) + 1)])
     with pytest.raises(PeerLost, match="rank 2"):
         party.links[0].recv(2, timeout_s=AT_ONCE_S)
     party.chat.goes_on()

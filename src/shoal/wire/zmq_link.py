@@ -35,7 +35,16 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_pieces import PIECE_BYTES, Due, SentMemory, keep_memory, send, send_pieces
+from shoal.wire.zmq_pieces import (
+    WHOLE_BYTES,
+    Due,
+    SentMemory,
+    check_size,
+    is_whole,
+    keep_memory,
+    send,
+    send_pieces,
+)
 
 RECEIVE_QUEUE = 4
 """Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
@@ -139,7 +148,7 @@ class ZmqLink(Link):
         self._router = self._context.socket(zmq.ROUTER)
         self._router.rcvhwm = RECEIVE_QUEUE
         self._router.rcvtimeo = int(1000 * TURN_S)
-        self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, PIECE_BYTES)
+        self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, WHOLE_BYTES)
         host = f"[{address}]" if ":" in address else address
         self._router.ipv6 = ":" in address
         self._on_call = on_call
@@ -395,18 +404,19 @@ class ZmqLink(Link):
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
         peer.num_received += 1
-        contents = [bytearray(data[start:end]) for _, start, end in read.small]
-        if read.behind:
+        contents: list[Any] = [bytearray(data[start:end]) for _, start, end in read.small]
+        if read.behind and not is_whole(read):
             peer.due = Due(self._inbox, peer.rank, count, read, contents)
-        else:
-            self._inbox.deliver_whole(peer.rank, read, contents)
+            return
+        for slot in read.behind:
+            piece = self._next().buffer
+            check_size(len(piece), read.sizes[slot])
+            contents.insert(slot, piece)
+        self._inbox.deliver_whole(peer.rank, read, contents)
 
     def _receive_piece(self, peer: _Peer, due: Due, stamp: memoryview) -> None:
         due.check(stamp)
-        if (place := due.place) is None:
-            due.adopt(self._next())
-            peer.due = None
-        elif due.fill(self._next_into(place)):
+        if due.fill(self._next_into(due.place)):
             peer.due = None
 
     def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> None:

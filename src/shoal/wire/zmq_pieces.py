@@ -1,8 +1,10 @@
 """Large buffers over ZeroMQ: cut into pieces, sent without a copy, received into place.
 
-[front]  [stamp, piece]  [stamp, piece] ...          stamp = message number, piece number
+[front, buffer]                                 one buffer that is not too large: all at once
+[front]  [stamp, piece]  [stamp, piece] ...     else; stamp = message number, piece number
 
-The front goes ahead, so that it has been read and checked while the first piece is on its way.
+What comes in many pieces is received into place, and its front goes ahead: it has been read and
+checked, and the places are there, while the first piece is on its way.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from shoal.wire.tree import memory_of, view_of
 send: Any = zmq.backend.Socket.send
 """What every send comes to, without the step before it for options that nobody uses here."""
 PIECE_BYTES = 2**20
+WHOLE_BYTES = 4 * 2**20
+"""At most, of a buffer that goes whole: the memory it comes in becomes the tensor's. Beyond this
+ZeroMQ is slow with it."""
 LARGEST_LESSON_BYTES = 32 * 2**20 - 64 * 1024
 STAMP = struct.Struct("<QI")
 
@@ -62,6 +67,12 @@ def send_pieces(
     dealer: zmq.Socket[bytes], head: bytes, number: int, tensors: list[torch.Tensor]
 ) -> list[SentMemory]:
     """The front and all pieces behind it. Returns what tells that they have gone."""
+    if len(tensors) == 1 and tensors[0].nbytes <= WHOLE_BYTES:  # see `is_whole`
+        array = memory_of(tensors[0])
+        watch = SentMemory(array)
+        send(dealer, head, zmq.SNDMORE | zmq.DONTWAIT)
+        send(dealer, array, zmq.DONTWAIT, copy=False)
+        return [watch]
     send(dealer, head, zmq.DONTWAIT)
     count = 0
     sent = []
@@ -76,6 +87,11 @@ def send_pieces(
     return sent
 
 
+def is_whole(front: Front) -> bool:
+    """Whether what is not in a front comes right behind it: one buffer, not too large."""
+    return len(front.behind) == 1 and front.sizes[front.behind[0]] <= WHOLE_BYTES
+
+
 def cut(view: memoryview) -> list[memoryview]:
     return [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
 
@@ -88,13 +104,8 @@ class Due:
     ) -> None:
         """small: what came with the front already."""
         self._inbox = inbox
-        self._peer = peer
         self._number = number
-        self._front = front
         self._count = 0
-        self._is_one = len(front.sizes) == 1 and front.sizes[0] <= PIECE_BYTES
-        if self._is_one:
-            return
         self._arrival = inbox.arrive(peer, front)
         for (slot, _, _), content in zip(front.small, small, strict=True):
             self._arrival.take(slot, content)
@@ -107,24 +118,19 @@ class Due:
             raise WireError(f"something else came where piece {self._count} of a message was due")
 
     @property
-    def place(self) -> memoryview | None:
-        """Where the next piece goes. None: nowhere, its own memory will do."""
-        return None if self._is_one else self._places[-1]
-
-    def adopt(self, piece: zmq.Frame) -> None:
-        """All of the message that was missing."""
-        _check_size(len(piece), self._front.sizes[0])
-        self._inbox.deliver_whole(self._peer, self._front, [piece.buffer])
+    def place(self) -> memoryview:
+        """Where the next piece goes."""
+        return self._places[-1]
 
     def fill(self, size: int) -> bool:
         """So many bytes came for the place; whether it was the last."""
-        _check_size(size, len(self._places.pop()))
+        check_size(size, len(self._places.pop()))
         self._count += 1
         if not self._places:
             self._inbox.deliver(self._arrival)
         return not self._places
 
 
-def _check_size(actual: int, announced: int) -> None:
+def check_size(actual: int, announced: int) -> None:
     if actual != announced:
         raise WireError(f"{actual} bytes came where {announced} were announced")
