@@ -14,8 +14,9 @@ from itertools import pairwise
 from shoal.pipeline.partition import Costs, Unit, Value, stage_bytes
 from shoal.pipeline.schedule import BACKWARD, FORWARD, Schedule
 
-COPY_BYTES_PER_S = 2.5e9
-"""Both ends of a link are busy with copying at about this rate, however fast the link is."""
+COPY_BYTES_PER_S = 1.25e9
+"""What copying costs at both ends of a link, however fast it is: twice the copying itself, since
+messages also wait for a core while all are busy."""
 REACH = 64
 """How many places to the left and to the right a cut is tried at."""
 

@@ -61,13 +61,18 @@ class Runner:
         call: int = 0,
     ) -> None:
         """Forwards, backwards or both. call: tells the micro-batches of two runs apart."""
+        most_alive = schedule.most_alive(0)
         try:
             for action in schedule.actions[self._stage.number]:
                 if action.kind == FORWARD:
+                    while self._stage.num_kept >= most_alive and self._do_weights():
+                        continue
                     self._forward(call, action.micro_batch, feed, finish)
                 else:
                     self._backward(call, action.micro_batch, begin)
                 self._sent = [job for job in self._sent if not job.done()]
+            while self._do_weights():
+                continue
             with self._timeline.span("send"):
                 for job in self._sent:
                     job.wait()
@@ -100,8 +105,17 @@ class Runner:
 
     def _receive(self, stages: Sequence[int], tag: str) -> dict[int, Any]:
         jobs = [(stage, self._link.irecv(self._ranks[stage], tag)) for stage in stages]
+        while not all(job.done() for _, job in jobs) and self._do_weights():
+            continue  # nobody waits for these: now is the time
         with self._timeline.span("wait"):
             return {stage: self._wait(job) for stage, job in jobs}
+
+    def _do_weights(self) -> bool:
+        """Some of the weight gradients that were put off; whether there were any."""
+        if not self._stage.num_late:
+            return False
+        with self._timeline.span("weights"):
+            return self._stage.backward_weights()
 
     def _send(self, tree: Tree, stage: int, tag: str) -> None:
         with self._timeline.span("send"):

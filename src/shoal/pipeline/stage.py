@@ -6,6 +6,7 @@ back, and what later stages send back are the gradients that this stage's backwa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal.pipeline.graph import Graph
+from shoal.pipeline.late import Late, Place
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.split import OUTPUT, stage_module, values_made
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
@@ -36,6 +38,8 @@ class _Kept:
     """By value that was made here: its tensors that need a gradient."""
     copies: set[str] = field(default_factory=set)
     """Values from elsewhere that are another name of one that came as well."""
+    places: list[Place] = field(default_factory=list)
+    """Layers whose weight gradients come last."""
     loss: torch.Tensor | None = None
 
 
@@ -63,9 +67,12 @@ class Stage:
         self._evaluating = [evaluating]
         """In a list: not a second child with the same parameters."""
         self._makes = makes
+        self._late = Late([training, evaluating], is_first=number == 0)
         ports = routes.ports[number]
         self._takes = list(inputs) if number == 0 else [port.value for port in ports]
         self._kept: dict[Key, _Kept] = {}
+        self._left: deque[tuple[Key, list[Place]]] = deque()
+        """Of micro-batches that went backward: layers whose weight gradients are still to come."""
 
     @classmethod
     def of(cls, graph: Graph, routes: Routes, number: int) -> Stage:
@@ -80,6 +87,11 @@ class Stage:
     def num_kept(self) -> int:
         """Micro-batches whose activations are held."""
         return len(self._kept)
+
+    @property
+    def num_late(self) -> int:
+        """Micro-batches that went backward, and of which some weight gradients are to come."""
+        return len(self._left)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -104,12 +116,15 @@ class Stage:
                 else:
                     values[name], kept.came[name] = leaves_of(*content)
         module = self.module if self.module.training else self._evaluating[0]
-        made = dict(zip(self._makes, module(*map(values.__getitem__, self._takes)), strict=True))
-        if torch.is_grad_enabled():
-            for value, tree in made.items():
-                if value != OUTPUT:
-                    kept.made[value] = needing(tree)
-            self._kept[key] = kept
+        takes = [values[name] for name in self._takes]
+        if not torch.is_grad_enabled():
+            return dict(zip(self._makes, module(*takes), strict=True))
+        with self._late.noting() as kept.places:
+            made = dict(zip(self._makes, module(*takes), strict=True))
+        for value, tree in made.items():
+            if value != OUTPUT:
+                kept.made[value] = needing(tree)
+        self._kept[key] = kept
         return made
 
     def parcel(self, made: dict[str, Tree], target: int) -> Tree:
@@ -138,6 +153,7 @@ class Stage:
     ) -> dict[int, list[Gradients]]:
         """Adds to the gradients of the parameters; returns those of what came, by whom they go to.
 
+        To those of some parameters `backward_weights` adds, when the others have been sent.
         arrived: by later stage, of each value that its gradients are for. Of a value that was only
         used here they are what this stage's own are added to. begin: what else to begin with.
         """
@@ -156,8 +172,10 @@ class Stage:
                     if gradient is not None:
                         roots.append(tensor)
                         gradients.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        leaves = [leaf for tensors in kept.came.values() for leaf in tensors]
+        if roots and self._late.first_half(roots, gradients, leaves, kept.places):
+            self._kept[key] = kept
+            self._left.append((key, kept.places))
         return {
             earlier: [
                 [None if value in kept.copies else leaf.grad for leaf in kept.came[value]]
@@ -166,10 +184,24 @@ class Stage:
             for earlier in self.routes.backs(self.number)
         }
 
+    def backward_weights(self) -> bool:
+        """Of what `backward` has left: one layer's, the oldest first. Whether there was one."""
+        if not self._left:
+            return False
+        key, places = self._left[0]
+        if places:
+            places.pop().backward()
+        if not places:  # nothing of this micro-batch is needed any more
+            self._left.popleft()
+            self._kept.pop(key, None)
+        return True
+
     def forget(self, call: int | None = None) -> None:
         """Nothing that was kept, of one call or at all, will be needed."""
-        kept = self._kept
-        self._kept = {} if call is None else {k: v for k, v in kept.items() if k[0] != call}
+        self._kept = {
+            key: kept for key, kept in self._kept.items() if call is not None and key[0] != call
+        }
+        self._left = deque(left for left in self._left if left[0] in self._kept)
 
 
 def needing(tree: Tree) -> list[torch.Tensor]:

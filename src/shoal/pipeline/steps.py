@@ -111,6 +111,8 @@ class Program(NamedTuple):
     actions: list[Action]
     """One for each value that is made; those that come in are the first values."""
     output: Build
+    uses: list[str]
+    """Paths of the modules that are called and of the tensors that are read."""
 
 
 class StepByStep(nn.Module):
@@ -169,7 +171,8 @@ def read_steps(steps: Sequence[Step], root: nn.Module) -> Program:
         if num_inputs <= user < len(steps) - 1:
             actions[user - num_inputs].over.append(number)
     assert output is not None
-    return Program(num_inputs, actions, output)
+    uses = [step.target for step in steps if step.op in ("get_attr", "call_module")]
+    return Program(num_inputs, actions, output, uses)
 
 
 def _read_arguments(step: Step, number: int, last_use: dict[int, int]) -> Arguments:

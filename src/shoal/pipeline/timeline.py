@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+WORK = ("forward", "backward", "weights", "update")
+"""Kinds of spans in which something is computed."""
+
 
 class Span(NamedTuple):
     """A stretch of time."""
 
     kind: str
-    """`forward`, `backward`, `wait`, `send`, `update`."""
+    """`forward`, `backward`, `weights`, `wait`, `send`, `update`."""
     micro_batch: int
     """-1 where it belongs to none."""
     begun_s: float
@@ -30,7 +33,7 @@ class Timeline:
     @property
     def busy_s(self) -> float:
         """At work, so far."""
-        return sum(self.seconds.get(kind, 0.0) for kind in ("forward", "backward", "update"))
+        return sum(self.seconds.get(kind, 0.0) for kind in WORK)
 
     @property
     def waited_s(self) -> float:

@@ -82,6 +82,9 @@ class Row:
             assert sorted(gradients) == self.routes.backs(number)
             for source, values in gradients.items():
                 self.mail["B", micro_batch, number, source] = sent(values)
+        for stage in self.stages:
+            while stage.backward_weights():
+                continue
 
 
 def total(output: Any) -> Tensor:
