@@ -43,8 +43,6 @@ NUM_BATCHES = 8
 WARM_UP_STEPS = 5
 TOLERANCE = 1e-6
 """Of losses after the warm-up, relative to local's: micro-batches add up in another order."""
-WORK = ("forward", "backward", "update")
-"""Kinds of spans in a timeline in which a stage is not idle."""
 JOIN_S, LEAVE_S = 600.0, 60.0
 """At most: many processes begin with torch, on few cores."""
 WORKER_BYTES = 350 << 20
@@ -247,7 +245,7 @@ class Ranks(Contestant):
         return self._pipe.step(x, y).item()
 
     def work_s(self) -> list[float]:
-        return [sum(self._pipe.timeline.seconds.get(kind, 0.0) for kind in WORK)]
+        return [self._pipe.timeline.busy_s]
 
 
 class Plain(Contestant):

@@ -16,12 +16,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from local import SGD, Batch, Loop, seeded_batches, seeded_net
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -29,20 +33,10 @@ import shoal
 from shoal.train.models.zoo import MnistCnn
 from shoal.wire.link import Link
 
-SGD = {"lr": 0.01, "momentum": 0.9}
-NUM_BATCHES = 8
+HERE = Path(__file__).parent
 WARM_UP_STEPS = 5
 TOLERANCE = 1e-6
 """Of losses after the warm-up, relative to local's: micro-batches add up in another order."""
-WORK = ("forward", "backward", "update")
-"""Kinds of spans in a timeline in which a stage is not idle."""
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def seeded_net() -> MnistCnn:
-    torch.manual_seed(0)
-    return MnistCnn()
 
 
 class Contestant(ABC):
@@ -72,30 +66,57 @@ class Contestant(ABC):
         """How long this rank has worked so far, if it keeps count."""
         return None
 
+    def close(self) -> None:  # noqa: B027 (most have nothing to do)
+        """It has had its last turn."""
+
 
 class Local(Contestant):
-    """A plain loop, on one rank while the other sleeps in a barrier, then the other way round.
+    """A plain loop next to one rank while both sleep, then next to the other.
 
     Two cores need not be equally fast, and a pipeline needs both: a step counts as the mean.
     """
 
     times = 2
 
-    def __init__(self, crew: shoal.JoinedCrew) -> None:
+    def __init__(self, crew: shoal.JoinedCrew, batch_size: int) -> None:
         super().__init__("local")
         self._crew = crew
-        self._net = seeded_net()
-        self._optimizer = torch.optim.SGD(self._net.parameters(), **SGD)
+        argv = [sys.executable, str(HERE / "local.py"), "--batch-size", str(batch_size)]
+        self._process = subprocess.Popen(  # ends with its input, so also when this process does
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        for rank in range(self._crew.size):
+            if rank == self._crew.rank:
+                self._process.stdin.write("\n")
+                self._process.stdin.flush()
+                loss = float(self._process.stdout.readline())
+            self._crew.barrier()
+        return loss
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class InRank(Contestant):
+    """The same loop in a rank's own process, in the same order."""
+
+    times = 2
+
+    def __init__(self, crew: shoal.JoinedCrew) -> None:
+        super().__init__("the same loop in a rank")
+        self._crew = crew
+        self._loop = Loop()
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
         for rank in range(self._crew.size):
             if rank == self._crew.rank:
-                loss = F.cross_entropy(self._net(x), y)
-                self._optimizer.zero_grad()
-                loss.backward()
-                self._optimizer.step()
+                loss = self._loop.step(x, y)
             self._crew.barrier()
-        return loss.item()
+        return loss
 
 
 class Shoal(Contestant):
@@ -129,7 +150,7 @@ class Shoal(Contestant):
         return self._pipe.step(x, y).item()
 
     def work_s(self) -> float | None:
-        return sum(self._pipe.timeline.seconds.get(kind, 0.0) for kind in WORK)
+        return self._pipe.timeline.busy_s
 
 
 class Torch(Contestant):
@@ -195,7 +216,7 @@ def all_contestants(
             )
         return made
 
-    found = [Local(crew), *pipelines(["sequential"], 1)]
+    found = [Local(crew, len(example)), InRank(crew), *pipelines(["sequential"], 1)]
     for count in counts:
         made = pipelines(["1f1b", "gpipe"], count)
         assert made[0].cut is not None
@@ -295,20 +316,15 @@ def main() -> None:
     counts = [int(count) for count in args.microbatches.split(",")]
 
     with shoal.join() as crew:
-        generator = torch.Generator().manual_seed(0)
-        batches = [
-            (
-                torch.randn(args.batch_size, 1, 28, 28, generator=generator),
-                torch.randint(0, 10, (args.batch_size,), generator=generator),
-            )
-            for _ in range(NUM_BATCHES)
-        ]
+        batches = seeded_batches(args.batch_size)
         contestants = all_contestants(crew, counts, args.cut, batches[0][0])
         race = Race(crew, contestants, batches)
         race.warm_up()
         race.check()
         race.run(args.rounds, args.steps)
         report = race.report()
+        for contestant in contestants:
+            contestant.close()
         crew.print(json.dumps({"batch_size": args.batch_size, "contestants": report}))
 
 

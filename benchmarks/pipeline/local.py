@@ -1,0 +1,67 @@
+"""One process without a pipeline: a plain loop that takes a step for each line it reads.
+
+    python benchmarks/pipeline/local.py --batch-size 128
+
+Prints the loss of each step. A process of its own, since what a rank does to its process (the C
+library keeps the memory of large blocks there) makes a plain loop in it faster than elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from shoal.train.models.zoo import MnistCnn
+
+SGD = {"lr": 0.01, "momentum": 0.9}
+NUM_BATCHES = 8
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def seeded_net() -> MnistCnn:
+    torch.manual_seed(0)
+    return MnistCnn()
+
+
+def seeded_batches(size: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(size, 1, 28, 28, generator=generator),
+            torch.randint(0, 10, (size,), generator=generator),
+        )
+        for _ in range(NUM_BATCHES)
+    ]
+
+
+class Loop:
+    """The loop that everybody knows."""
+
+    def __init__(self) -> None:
+        self._net = seeded_net()
+        self._optimizer = torch.optim.SGD(self._net.parameters(), **SGD)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        loss = F.cross_entropy(self._net(x), y)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=128)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    loop, batches = Loop(), seeded_batches(args.batch_size)
+    for number, _ in enumerate(sys.stdin):
+        print(repr(loop.step(*batches[number % NUM_BATCHES])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
