@@ -113,7 +113,7 @@ def test_a_key_of_no_rank_of_this_crew(
 
 def test_no_key_at_all(stack: ExitStack, party: Party, log: Log) -> None:
     other(stack, None).call(party.cards[0]).hello().say(*frames_of("a lie"))
-    log.one("rank 0 refused a caller from ", "comes without a key")
+    log.one("rank 0 refused a caller ", "comes without a key")
     party.chat.goes_on()
     party.rank_2_is_well()
     assert len(log.lines) == 1
@@ -124,7 +124,7 @@ def test_a_key_that_is_known_by_its_public_half_only(
 ) -> None:
     half = KeyPair(ring.pairs[2].public, new_pair().secret)
     other(stack, half).call(party.cards[0]).hello().say(*frames_of("a lie"))
-    log.one("rank 0 refused a caller from ")
+    log.one("rank 0 refused a caller ")
     party.chat.goes_on()
     party.rank_2_is_well()
     assert len(log.lines) == 1

@@ -11,6 +11,7 @@ unless connections come or go.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -31,6 +32,8 @@ ZAP = "inproc://zeromq.zap.01"
 STOP = "inproc://gate.stop"
 END, LOOK = b"end", b"look"
 NO_RANK = "it left, or was sent away, before it had said who it is"
+AGAIN_S = 2.0
+"""Whoever was refused and wants in has come again by then."""
 MAX_TOLD = 1000
 """Different refusals that are logged, each once: whoever knocks for ever fills no disk."""
 
@@ -97,9 +100,12 @@ class Gate:
         """Connections to the listening socket, by file descriptor, with their addresses."""
         self._known: dict[int, Guest | None] = {}
         """Those of them that have said who they are."""
-        self._faults: list[str] = []
-        """Why those that are about to be closed were refused."""
+        self._faults: list[tuple[str, str]] = []
+        """Why those that are about to be closed were refused, with their hosts where known."""
         self._told: set[tuple[str, str]] = set()
+        """Hosts and faults."""
+        self._nameless: dict[str, float] = {}
+        """Faults of callers whose address is not known, and when they are told of."""
         self.has_broken = False
         """Whether any guest's connection did."""
         self._stop = context.socket(zmq.PAIR)
@@ -146,9 +152,10 @@ class Gate:
         for each in (self._zap, self._news, self._stopped, *self._guests):
             poller.register(each, zmq.POLLIN)
         while True:
-            for ready, _ in poller.poll():
+            for ready, _ in poller.poll(int(1000 * AGAIN_S) if self._nameless else None):
                 if ready is self._stopped:
                     if ready.recv() == END:
+                        self._tell_of_nameless(math.inf)
                         return
                     for monitor in list(self._guests):
                         poller.register(monitor, zmq.POLLIN)
@@ -158,6 +165,7 @@ class Gate:
                     self._note_caller(*_news(ready))
                 else:
                     self._note_guest(self._guests[ready], _news(ready)[0])
+            self._tell_of_nameless(time.monotonic())
 
     def _answer(self) -> None:
         """ZAP, RFC 27."""
@@ -165,7 +173,7 @@ class Gate:
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
         fault = self._fault_of(address.decode(), key)
         if fault:
-            self._faults.append(fault)
+            self._faults.append((address.decode(), fault))
         status = (b"400", fault.encode()) if fault else (b"200", b"OK")
         self._zap.send_multipart([version, request, *status, key.encode(), b""])
 
@@ -189,18 +197,35 @@ class Gate:
         if event == zmq.EVENT_ACCEPTED:
             self._callers[value] = _address_of(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._faults.append("it does not speak as a rank does, or comes without a key")
+            self._faults.append(("", "it does not speak as a rank does, or comes without a key"))
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._callers.pop(value, "")
             if value in self._known:
                 if guest := self._known.pop(value):
                     self._break(guest)
                 return
-            fault = self._faults.pop(0) if self._faults else NO_RANK
-            host = address.partition(":")[0]
-            if (host, fault) not in self._told and len(self._told) < MAX_TOLD:
-                self._told.add((host, fault))
-                log.warning("rank %d refused a caller from %s: %s", self._rank, address, fault)
+            host, fault = self._faults.pop(0) if self._faults else ("", NO_RANK)
+            self._tell(address or host, fault)
+
+    def _tell(self, address: str, fault: str) -> None:
+        """Once of a host and a fault. Who left at once may come again, and is told of then."""
+        host = address.partition(":")[0]
+        before = {told for known, told in self._told if known == host or not host}
+        if fault in before or (fault == NO_RANK and before) or len(self._told) >= MAX_TOLD:
+            return
+        if not host:
+            self._nameless.setdefault(fault, time.monotonic() + AGAIN_S)
+            return
+        self._nameless.pop(fault, None)
+        self._told.add((host, fault))
+        log.warning("rank %d refused a caller from %s: %s", self._rank, address, fault)
+
+    def _tell_of_nameless(self, now: float) -> None:
+        """Those that did not come again."""
+        for fault in [fault for fault, until in self._nameless.items() if until <= now]:
+            del self._nameless[fault]
+            self._told.add(("", fault))
+            log.warning("rank %d refused a caller that left at once: %s", self._rank, fault)
 
     def _note_guest(self, guest: Guest, event: int) -> None:
         """News of our own connections."""
@@ -226,18 +251,17 @@ def _news(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 
 def _address_of(descriptor: int) -> str:
-    """Who is at the other end of a connection that zmq has just accepted."""
-    unknown = "an address that is not known (it left at once)"
+    """Who is at the other end of a connection that zmq has just accepted; "" if it left at once."""
     try:
         own = os.dup(descriptor)
     except OSError:
-        return unknown
+        return ""
     try:
         with socket.socket(fileno=own) as connection:
             own = -1
             host, port = connection.getpeername()[:2]
     except (OSError, ValueError):  # or a socket of another family has its number by now
-        return unknown
+        return ""
     finally:
         if own >= 0:  # it has become something that is no socket
             os.close(own)
