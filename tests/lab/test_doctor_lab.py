@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -66,9 +67,9 @@ class Visit:
         }
 
 
-def doctor(lab: Lab, *options: str) -> Visit:
+def doctor(lab: Lab, *options: str, cwd: Path | None = None) -> Visit:
     """Called on the laptop."""
-    return Visit(lab["laptop"].run(*SHOAL, "doctor", "--json", *options, limit_s=100))
+    return Visit(lab["laptop"].run(*SHOAL, "doctor", "--json", *options, cwd=cwd, limit_s=100))
 
 
 def hosts_toml(folder: Path, hosts: Mapping[str, str]) -> str:
@@ -167,6 +168,35 @@ def test_other_versions(lab: Lab, tmp_path: Path) -> None:
     assert "-m pip install torch==" in bad["desktop, torch"]
     assert "it has shoal 0.0.1, this host has " in bad["server, shoal"]
     assert "shoal hosts install server" in bad["server, shoal"]
+
+
+def test_another_clock_and_other_code(lab: Lab, tmp_path: Path) -> None:
+    """The desktop's clock is 90 s ahead (as its Python tells: one machine has one clock), the
+    server's folder has another file, and the rest is well."""
+    project, other = tmp_path / "project", tmp_path / "other"
+    for folder, text in ((project, "steps = 1"), (other, "steps = 2")):
+        folder.mkdir()
+        (folder / "settings.py").write_text(text)
+    ahead = tmp_path / "ahead"
+    ahead.mkdir()
+    change = "import time\nreal = time.time\ntime.time = lambda: real() + 90\n"
+    (ahead / "sitecustomize.py").write_text(change)
+    pythons = {
+        "desktop": f"PYTHONPATH={ahead} exec",
+        "server": f"exec unshare -m sh -c 'mount --bind {other} {project}; exec \"$@\"' sh",
+    }
+    for name, before in pythons.items():
+        wrapper = tmp_path / f"python-{name}"
+        wrapper.write_text(f'#!/bin/sh\n{before} {sys.executable} "$@"\n')
+        wrapper.chmod(0o755)
+    lines = {name: f'python = "{tmp_path}/python-{name}"' for name in pythons}
+    file = hosts_toml(tmp_path, {"laptop": "", **lines})
+    bad = doctor(lab, "--no-sync", "--hosts", file, cwd=project).bad()
+    assert set(bad) == {"desktop, clock", "server, code"}
+    assert re.match(r"its clock is (89|90)\.\d s ahead of this host's", bad["desktop, clock"])
+    assert "timedatectl set-ntp true" in bad["desktop, clock"]
+    assert f"the files in {project} are not those that are here" in bad["server, code"]
+    assert "leave --no-sync out" in bad["server, code"]
 
 
 @pytest.mark.parametrize(
