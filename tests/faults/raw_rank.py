@@ -16,8 +16,9 @@ from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
 from shoal.wire.tree import memory_of, take_apart
-from shoal.wire.zmq_link import HELLO, PULSE, Card
+from shoal.wire.zmq_link import HELLO
 from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, WHOLE_BYTES
+from shoal.wire.zmq_sockets import PULSE, Card
 
 Frames = Sequence[Any]
 

@@ -35,7 +35,8 @@ import shoal
 from shoal.boss.boss import Boss
 from shoal.boss.calls import Application, Hired, Ready, Roster, encode, read_call
 from shoal.cli.main import app
-from shoal.wire.zmq_link import Card, ZmqLink
+from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_sockets import Card
 
 HUNG_S = 3.0
 NAMED_S = 10.0

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.errors import WireError
-from shoal.wire.zmq_link import Card
+from shoal.wire.zmq_sockets import Card
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Label = Annotated[str, msgspec.Meta(max_length=255, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]

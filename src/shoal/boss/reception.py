@@ -25,7 +25,7 @@ from shoal.boss.calls import (
     read_call,
 )
 from shoal.version import VERSION
-from shoal.wire.zmq_link import Card
+from shoal.wire.zmq_sockets import Card
 
 SILENCE_S = 5.0
 """An applicant that has not called for so long has left."""

@@ -27,7 +27,8 @@ from shoal.wire.keys import (
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
 from shoal.wire.zmq_gate import Keys
-from shoal.wire.zmq_link import Card, ZmqLink
+from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_sockets import Card
 
 TRANSPORTS = ("zmq", "dist", "memory")
 T = TypeVar("T")

@@ -4,8 +4,8 @@
              DEALER ────────> ROUTER                 DEALER to every peer: a connection each way,
                                                      and one more each for signs of life
 
-A message is its front and, behind it, its large buffers cut into pieces (zmq_pieces.py), each a zmq
-message of its own and received right into place.
+A message is its front and, behind it, its large buffers (zmq_pieces.py); how sockets are made is in
+zmq_sockets.py.
 
 Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
 message there is no thread of ours. Who may connect, and who has gone, is the gate's business
@@ -24,19 +24,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy
 import zmq
 
 from shoal.errors import PeerLost, WireError
 from shoal.network import is_loopback
-from shoal.wire import front
+from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_pieces import (
-    WHOLE_BYTES,
     Due,
     SentMemory,
     check_size,
@@ -45,20 +43,12 @@ from shoal.wire.zmq_pieces import (
     send,
     send_pieces,
 )
+from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
 
-RECEIVE_QUEUE = 4
-"""Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
-copied out soon are still in the cache."""
-LOOPBACK_BYTES = 600 * 1024
-"""Under way within one host: what is copied out while it is still in the cache costs a fifth less
-time. On a network the system knows best how much it needs."""
-TURN_S = 0.1
-"""How long to wait for a message before looking after other things."""
 SEND_TURN_S = 0.005
 LAST_WORDS_S = 0.3
 """After a connection broke: how long what is still underway may take to arrive."""
 
-PULSE = "p"
 PULSE_GRACE_S = 0.2
 HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
 """Signs: messages of one byte, the last two with a reason behind."""
@@ -66,19 +56,8 @@ MAX_REASON_LETTERS = 500
 MAX_CALL_BYTES = 64 * 1024
 OnCall = Callable[[bytes, bytes, str], bytes | None]
 """Told of a call: who (to answer to), what, and with which key; what is to be answered at once."""
-BEAT_S = 1.0
-"""Between two signs of life, at most."""
 
 log = logging.getLogger("shoal.wire")
-
-
-class Card(msgspec.Struct, frozen=True):
-    """What a rank tells the others, so that they can connect."""
-
-    endpoint: str
-    token: str
-    """Whoever connects must know it."""
-    public_key: str = ""
 
 
 @dataclass
@@ -145,32 +124,20 @@ class ZmqLink(Link):
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.blocky = False
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.rcvhwm = RECEIVE_QUEUE
-        self._router.rcvtimeo = int(1000 * TURN_S)
-        self._router.maxmsgsize = max(front.MAX_FRONT_BYTES, WHOLE_BYTES)
-        host = f"[{address}]" if ":" in address else address
-        self._router.ipv6 = ":" in address
+        self._router = zmq_sockets.router(self._context)
         self._on_call = on_call
         self._gate = Gate(
             self._context, self._router, rank, keys, any_address=insecure, takes_calls=bool(on_call)
         )
         try:
-            if port:
-                self._router.bind(f"tcp://{host}:{port}")
-            else:
-                port = self._router.bind_to_random_port(f"tcp://{host}")
+            endpoint = zmq_sockets.listen(self._router, address, port)
         except zmq.ZMQError as error:
             self._gate.close()
             self._router.close()
             self._context.term()
             where = f"port {port} of {address}" if port else address
             raise WireError(f"rank {rank} cannot listen on {where}: {error}") from error
-        self.card = Card(
-            f"tcp://{host}:{port}",
-            secrets.token_hex(16),
-            keys.pair.public if keys else "",
-        )
+        self.card = Card(endpoint, secrets.token_hex(16), keys.pair.public if keys else "")
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_pulse: dict[bytes, _Peer] = {}
@@ -205,14 +172,8 @@ class ZmqLink(Link):
                     f"\n{card.public_key} {name.split()[0]}-{rank}"
                 )
             guest = Guest(card.public_key)
-            dealer, pulse = (
-                self._dealer(card, guest, _identity(self.rank, card.token, what))
-                for what in ("", PULSE)
-            )
-            beat_s = min(BEAT_S, self._hung_s / 4)
-            silence_s = max(self._hung_s - beat_s - LAST_WORDS_S, self._hung_s / 2)
-            pulse.heartbeat_ivl = int(1000 * beat_s)
-            pulse.heartbeat_timeout = int(1000 * silence_s)
+            dealer, pulse = (self._dealer(card, guest, what) for what in ("", PULSE))
+            give_pulse(pulse, self._hung_s, LAST_WORDS_S)
             peer = self._peers[rank] = _Peer(
                 rank,
                 name,
@@ -222,27 +183,18 @@ class ZmqLink(Link):
                 front.Packer(self._limit_bytes),
                 front.FrontReader(self._limit_bytes),
             )
-            self._by_identity[_identity(rank, self.card.token)] = peer
-            self._by_pulse[_identity(rank, self.card.token, PULSE)] = peer
+            self._by_identity[identity(rank, self.card.token)] = peer
+            self._by_pulse[identity(rank, self.card.token, PULSE)] = peer
             for each in (dealer, pulse):
                 each.connect(card.endpoint)
                 with suppress(zmq.Again):  # it was refused already; `settle` will say so
                     each.send(HELLO, zmq.DONTWAIT)
         self._gate.open()
 
-    def _dealer(self, card: Card, guest: Guest, identity: bytes) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 0  # else, where a handshake failed, the context would never end
-        dealer.sndhwm = 0
-        dealer.reconnect_ivl = -1  # what a broken connection swallowed cannot be made good
-        dealer.ipv6 = "[" in card.endpoint
-        if is_loopback(card.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")):
-            dealer.sndbuf = LOOPBACK_BYTES
-        dealer.identity = identity
-        if self._keys:
-            dealer.curve_publickey = self._keys.pair.public.encode()
-            dealer.curve_secretkey = self._keys.pair.secret.encode()
-            dealer.curve_serverkey = card.public_key.encode()
+    def _dealer(self, card: Card, guest: Guest, what: str) -> zmq.Socket[bytes]:
+        own_name = identity(self.rank, card.token, what)
+        pair = self._keys.pair if self._keys else None
+        dealer = zmq_sockets.dealer(self._context, card, own_name, pair)
         self._gate.expect(dealer, guest)
         return dealer
 
@@ -565,7 +517,3 @@ class _SendJob(Job):
                     )
                 self._link._pump_until(self._is_over, 0)
         return None
-
-
-def _identity(rank: int, token: str, what: str = "") -> bytes:
-    return f"{rank}{what}:{token}".encode()

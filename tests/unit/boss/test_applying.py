@@ -18,7 +18,8 @@ from shoal.errors import MeetingError, WireError
 from shoal.network import reserve_port
 from shoal.wire.keys import KeyPair, new_pair, write_pair
 from shoal.wire.open_link import LinkSettings, read_keys
-from shoal.wire.zmq_link import Card, ZmqLink
+from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_sockets import Card
 
 BOSS = Card("tcp://0.0.0.0:1024", "boss")
 ROSTER = Roster(7, [BOSS, Card("tcp://10.0.0.2:1", "b")], ["the boss", "worker 1"])

@@ -26,7 +26,7 @@ from shoal.boss.calls import (
 from shoal.boss.reception import SILENCE_S, Reception
 from shoal.errors import WireError
 from shoal.version import VERSION
-from shoal.wire.zmq_link import Card
+from shoal.wire.zmq_sockets import Card
 
 OWN = Card("tcp://127.0.0.1:1024", "boss")
 STATUS = Status("laptop", 7, "ann", "train.py", 12, 2, [])
