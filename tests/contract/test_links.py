@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -200,13 +200,99 @@ def forbidden(*args: object) -> None:
     raise AssertionError("something was allocated")
 
 
-def test_buffers_that_do_not_fit_are_named_and_the_link_goes_on(links: list[Link]) -> None:
+@pytest.mark.parametrize("posted_first", [True, False])
+@pytest.mark.parametrize("size", [4, 50_000, 2_000_000])
+def test_buffers_that_do_not_fit_are_named_and_nothing_is_lost(
+    links: list[Link], posted_first: bool, size: int
+) -> None:
+    """What came is for the next who asks."""
+    sent = None if posted_first else links[0].isend(torch.ones(size), to=1)
     job = links[1].irecv(0, into=torch.zeros(3))
-    links[0].send(torch.zeros(4), to=1)
-    with pytest.raises(WireError, match=r"into= has tensors .*\(3,\).*what came has .*\(4,\)"):
+    sent = sent or links[0].isend(torch.ones(size), to=1)
+    wrong = rf"into= has tensors .*\(3,\); what came has .*\({size},\). .* from rank 0 waits"
+    with pytest.raises(WireError, match=wrong):
         job.wait()
-    links[0].send("after", to=1)
+    links[0].isend("after", to=1)
+    assert torch.equal(links[1].recv(0), torch.ones(size))
     assert links[1].recv(0) == "after"
+    sent.wait()
+
+
+def test_whoever_waits_behind_it_gets_what_did_not_fit(links: list[Link]) -> None:
+    first, second = links[1].irecv(0, into=torch.zeros(3)), links[1].irecv(0)
+    links[0].send(torch.ones(4), to=1)
+    assert torch.equal(second.wait(), torch.ones(4))
+    with pytest.raises(WireError, match="into= has"):
+        first.wait()
+
+
+def test_every_error_is_raised_anew(links: list[Link]) -> None:
+    """Raised again and again, one would grow by all who were told, and keep what they held."""
+    links[1].close()
+    caught = []
+    for _ in range(2):
+        with pytest.raises(PeerLost) as error:
+            links[0].recv(1)
+        caught.append(error.value)
+    assert str(caught[0]) == str(caught[1])
+    assert caught[0] is not caught[1]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 50_000, 600_000, 1_500_000])
+def test_tensors_lie_where_torch_puts_its_own_if_that_is_wanted(
+    links: list[Link], size: int
+) -> None:
+    """Else a matrix product of them may round otherwise than that of one process."""
+    links[1].align()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        tree = [torch.full((size,), n, dtype=dtype) for n in range(3)]
+        for message in (tree, tree[0]):
+            job = links[0].isend(message, to=1)
+            got = links[1].recv(0)
+            job.wait()
+            for tensor in got if isinstance(got, list) else [got]:
+                assert tensor.data_ptr() % 64 == 0
+            assert same(got, message)
+
+
+# -- what nobody should say ------------------------------------------------------------------------
+
+TERMS: dict[str, tuple[Callable[[Link], object], str]] = {
+    "a rank as text": (lambda link: link.send(1, to="1"), "'1': a rank is an int; .* links to: 1"),
+    "no rank": (lambda link: link.recv(None), "None: a rank is an int"),
+    "a rank as a float": (lambda link: link.recv(1.0), "1.0: a rank is an int"),
+    "true": (lambda link: link.send(1, to=True), "True: a rank is an int"),
+    "a tag as bytes": (lambda link: link.send(1, to=1, tag=b"x"), "a tag is a str, not bytes"),
+    "a number as a tag": (lambda link: link.recv(1, tag=3), "a tag is a str, not int"),
+    "no tag": (lambda link: link.isend(1, to=1, tag=None), "a tag is a str, not NoneType"),
+    "too long a tag": (lambda link: link.recv(1, tag="t" * 201), "at most 200 letters"),
+    "half a letter": (lambda link: link.send(1, to=1, tag="\ud800"), "no text that can be sent"),
+    "no number of seconds": (lambda link: link.recv(1, timeout_s="5"), "timeout_s is a number"),
+    "less than no time": (lambda link: link.recv(1, timeout_s=-1), "not -1. Every wait has an end"),
+    "for ever": (lambda link: link.recv(1, timeout_s=float("inf")), "not inf"),
+    "nobody knows how long": (lambda link: link.send(1, to=1, timeout_s=float("nan")), "not nan"),
+    "a job for ever": (lambda link: link.irecv(1, "x").wait(float("inf")), "not inf"),
+    "places on top of each other": (
+        lambda link: link.recv(1, into={"x": torch.ones(1).expand(4)}),
+        r"into=\['x'\]: this tensor cannot be filled",
+    ),
+    "places that are none": (
+        lambda link: link.irecv(1, into=[torch.ones(4, device="meta")]),
+        r"into=\[0\]: a tensor on the meta device",
+    ),
+}
+
+
+@pytest.mark.parametrize(("say", "answer"), TERMS.values(), ids=TERMS)
+def test_a_slip_is_told_at_once_and_costs_nothing(
+    links: list[Link], say: Callable[[Link], object], answer: str
+) -> None:
+    with pytest.raises(WireError, match=answer):
+        say(links[0])
+    links[1].send("well?", to=0)
+    assert links[0].recv(1) == "well?"
+    links[0].send("well", to=1)
+    assert links[1].recv(0) == "well"
 
 
 @pytest.mark.parametrize("posted_first", [True, False])

@@ -227,6 +227,23 @@ def exact(crew: shoal.JoinedCrew, name: str, schedule: str, transport: str) -> N
         assert together.losses == losses
 
 
+def case_exact_with_wide_layers(crew: shoal.JoinedCrew) -> None:
+    """Products of few and long rows round as their operands lie, and ZeroMQ does not put what comes
+    where torch would."""
+    width = 20_000
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 7), nn.Linear(7, 7))
+    alone = copy.deepcopy(model)
+    batches = [(torch.randn(rows, 8), torch.randint(0, 7, (rows,))) for rows in (1, 2, 3, 5) * 3]
+    cuts = {2: ["2"], 3: ["2", "3"], 4: ["1", "2", "3"]}
+    together = Together(crew, model, cuts, schedule="sequential")
+    state = together.run(batches)
+    if crew.rank == 0:
+        losses = train_alone(alone, batches)
+        same(state, alone)
+        assert together.losses == losses
+
+
 # -- to float tolerance: many micro-batches --------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ class Desk:
 
     def __init__(self, staff: Staff) -> None:
         self.link = staff.link
+        self.link.align()
         self.names = staff.names
         self.ranks = range(1, self.link.size)
         self.seen_at = dict.fromkeys(self.ranks, time.monotonic())

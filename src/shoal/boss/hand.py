@@ -63,6 +63,7 @@ class Hand:
 
     def __init__(self, link: ZmqLink, allowed: Allowed, device: torch.device) -> None:
         self._link = link
+        link.align()
         self._allowed = allowed
         self._device = device
         self._stage: Stage | None = None

@@ -41,6 +41,7 @@ class Runner:
         """ranks: of the stages, in order. wait: for a message that comes."""
         self._stage = stage
         self._link = link
+        link.align()
         self._ranks = ranks
         self._timeline = timeline
         self._wait = wait

@@ -18,6 +18,7 @@ trust.
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import struct
@@ -37,6 +38,7 @@ from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
+from shoal.wire.terms import seconds
 from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of
 
 PIECE_BYTES = 4 * 2**20
@@ -148,7 +150,7 @@ class DistLink(Link):
     # -- sending -----------------------------------------------------------------------------------
 
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        self._check_peer(to)
+        self._check(to, tag)
         peer = self._peers[to]
         with peer.lock:
             if not self._is_open:
@@ -160,7 +162,7 @@ class DistLink(Link):
 
     def _start(self, peer: _Peer, head: bytes, buffers: list[torch.Tensor]) -> _Outgoing:
         if peer.lost:
-            raise peer.lost
+            raise copy.copy(peer.lost)
         outgoing = _Outgoing(self, peer)
         message = as_tensor(bytearray(head))
         pieces = [(FRONT, message[:BLOCK_BYTES])]
@@ -214,6 +216,9 @@ class DistLink(Link):
             try:
                 for work, _ in outgoing.works:
                     work.wait(_FOR_EVER)
+                    # It takes what we send. Its own signs of life may not come through meanwhile:
+                    # gloo sends nothing while there is always more to be read.
+                    peer.heard_at = time.monotonic()
             except RuntimeError as error:
                 self._lose(peer, error)
                 return
@@ -346,7 +351,7 @@ class DistLink(Link):
         reason = str(error).partition("] ")[2].partition(" [")[0] or str(error)
         lost = PeerLost(f"rank {self.rank} lost {peer.name}: {reason}. It was killed or is cut off")
         self._part(peer, lost)
-        return peer.lost or lost
+        return copy.copy(peer.lost or lost)
 
     def _part(self, peer: _Peer, lost: PeerLost) -> None:
         peer.lost = peer.lost or lost
@@ -395,11 +400,11 @@ class _Outgoing(Job):
         return self._gone or self._peer.lost is not None
 
     def wait(self, timeout_s: float | None = None) -> Tree:
-        limit_s = self._link.timeout_s if timeout_s is None else timeout_s
+        limit_s = seconds(timeout_s, self._link.timeout_s)
         if not self._link._wait_until(self.done, limit_s):
             raise WireError(
                 f"waited {limit_s:g} s for {self._peer.name} to take a message; it did not"
             )
         if not self._gone and self._peer.lost:
-            raise self._peer.lost
+            raise copy.copy(self._peer.lost)
         return None

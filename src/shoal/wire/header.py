@@ -55,8 +55,6 @@ class Header(NamedTuple):
 
 def encode(parcel: Parcel, tag: str, total_bytes: int) -> tuple[bytes, bytes]:
     """The header, and the plan that goes after it where it was too large to be inside."""
-    if len(tag) > MAX_TAG_LETTERS:
-        raise WireError(f"a tag has at most {MAX_TAG_LETTERS} letters, this one has {len(tag)}")
     contents = _Contents(parcel.plan, parcel.slots)
     inside = _encode(_Wire(VERSION, tag, total_bytes, 0, contents))
     if len(inside) <= MAX_HEADER_BYTES:

@@ -6,6 +6,7 @@ straight into the buffers of the first asker, where it brought some that fit.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import torch
 
 from shoal.errors import ShoalError, WireError
 from shoal.wire.front import Front
+from shoal.wire.terms import seconds
 from shoal.wire.tree import (
     DTYPE_NAMES,
     Path,
     Tree,
+    aligned,
     allocate,
     memory_of,
     tensors_of,
@@ -40,10 +43,11 @@ _NOTHING = torch.empty(0)
 class Arrival:
     """A message on its way in: its transport fills the slots, one by one."""
 
-    __slots__ = ("_places", "_tensors", "front", "job", "peer")
+    __slots__ = ("_is_aligned", "_places", "_tensors", "front", "job", "peer")
 
-    def __init__(self, peer: int, front: Front) -> None:
+    def __init__(self, peer: int, front: Front, is_aligned: bool) -> None:
         self.peer = peer
+        self._is_aligned = is_aligned
         self.job: ReceiveJob | None = None
         self.front = front
         self._places: dict[int, torch.Tensor] = {}
@@ -76,7 +80,8 @@ class Arrival:
         if number in self._places:
             self.room(number)[:] = content
             return True
-        self._tensors[number] = self.front.shapers[number](content)
+        tensor = self.front.shapers[number](content)
+        self._tensors[number] = aligned(tensor) if self._is_aligned else tensor
         return False
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
@@ -125,6 +130,8 @@ class Inbox:
         self.wait_until: WaitUntil = self.wait_for_others
         """How to wait for a condition. A transport without a thread of its own puts its pump here:
         whoever waits for a message does the receiving."""
+        self.is_aligned = False
+        """Whether tensors are copied that did not come to lie where torch puts its own."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
@@ -142,9 +149,10 @@ class Inbox:
         with self._lock:
             queue = self._queue(peer, tag)
             if queue.messages:
-                tree, size = queue.messages.popleft()
-                self._backlog[peer] -= size
-                job._finish(tree)
+                tree, size = queue.messages[0]
+                if job._finish(tree):
+                    queue.messages.popleft()
+                    self._backlog[peer] -= size
             elif error := self._trouble(peer):
                 job._fail(error)
             else:
@@ -156,7 +164,7 @@ class Inbox:
 
     def arrive(self, peer: int, front: Front) -> Arrival:
         """A message whose front has come and has been checked."""
-        arrival = Arrival(peer, front)
+        arrival = Arrival(peer, front, self.is_aligned)
         with self._lock:
             jobs = self._queue(peer, front.tag).jobs
             if jobs:
@@ -170,6 +178,8 @@ class Inbox:
             queue = self._queue(peer, front.tag)
             if not queue.jobs or queue.jobs[0]._into is None:
                 tensors = [shape(it) for shape, it in zip(front.shapers, contents, strict=True)]
+                if self.is_aligned:
+                    tensors = [aligned(tensor) for tensor in tensors]
                 tree = front.build(tensors)
                 self._hand_over(queue, tree, peer, front)
                 return
@@ -185,23 +195,23 @@ class Inbox:
             if arrival not in self._arriving:
                 return  # the peer was lost meanwhile, and whoever asked has been told
             self._arriving.remove(arrival)
-            if arrival.job is not None and not arrival.job._given_up:
-                arrival.job._finish(tree, arrival.is_in_place)
+            job = arrival.job
+            is_waited_for = job is not None and not job._given_up
+            if job and is_waited_for and job._finish(tree, arrival.is_in_place):
+                self._wake()
             else:
                 queue = self._queue(arrival.peer, arrival.front.tag)
                 self._hand_over(queue, tree, arrival.peer, arrival.front)
-                return
-            self._wake()
 
     def _hand_over(self, queue: _Queue, tree: Tree, peer: int, front: Front) -> None:
         """To whoever asks, now or later. With the lock held."""
-        if queue.jobs:
-            queue.jobs.popleft()._finish(tree)
-        else:
-            size = sum(front.sizes)
-            queue.messages.append((tree, size))
-            self._backlog[peer] = self._backlog.get(peer, 0) + size
         self._wake()
+        while queue.jobs:
+            if queue.jobs.popleft()._finish(tree):
+                return
+        size = sum(front.sizes)
+        queue.messages.append((tree, size))
+        self._backlog[peer] = self._backlog.get(peer, 0) + size
 
     def has_room(self, peer: int) -> bool:
         """Whether it is time to receive more from `peer`: little is waiting, or someone is."""
@@ -235,8 +245,8 @@ class Inbox:
             self._fail_jobs([peer], error)
 
     def lost(self, peer: int) -> ShoalError:
-        """Why nothing more will come from `peer`."""
-        return self._lost[peer]
+        """Why nothing more will come from `peer`. To be raised."""
+        return copy.copy(self._lost[peer])
 
     def discard(self, beginnings: tuple[str, ...]) -> None:
         """Nobody wants what has come, or will still wait for what comes, with such a tag."""
@@ -327,36 +337,51 @@ class ReceiveJob:
 
     def wait(self, timeout_s: float | None = None) -> Tree:
         """What came. Over its deadline it raises, and can be waited for again."""
-        limit_s = self._inbox.timeout_s if timeout_s is None else timeout_s
+        limit_s = seconds(timeout_s, self._inbox.timeout_s)
         if not self._inbox.wait_until(self._is_done, limit_s):
             tag = f" with tag {self.tag!r}" if self.tag else ""
             raise WireError(
                 f"waited {limit_s:g} s for a message{tag} from rank {self.peer}; none came"
             )
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)  # whoever is told keeps no track of others who were
         return self._tree
 
     # Called with the inbox's lock held.
 
-    def _finish(self, tree: Tree, is_in_place: bool = False) -> None:
-        try:
-            self._tree = tree if self._into is None or is_in_place else _fill(self._into, tree)
-        except WireError as error:
-            self._error = error
+    def _finish(self, tree: Tree, is_in_place: bool = False) -> bool:
+        """False: it does not fit the places that were brought; it is for the next who asks."""
         self._done = True
+        if self._into is None or is_in_place:
+            self._tree = tree
+        elif fault := _misfit(self._into, tree):
+            tag = f" with tag {self.tag!r}" if self.tag else ""
+            self._error = WireError(
+                f"{fault}. The message{tag} from rank {self.peer} waits for the next recv()."
+            )
+            return False
+        else:
+            self._tree = _fill(self._into, tree)
+        return True
 
     def _fail(self, error: ShoalError) -> None:
         self._error, self._done = error, True
 
 
+def _misfit(into: Tree, tree: Tree) -> str:
+    """Why the places of `into` are not those of what came, if they are not."""
+    expected, actual = (
+        {path: (t.dtype, tuple(t.shape)) for path, t in tensors_of(each).items()}
+        for each in (into, tree)
+    )
+    if expected == actual:
+        return ""
+    return f"into= has {_described(expected)}; what came has {_described(actual)}"
+
+
 def _fill(into: Tree, tree: Tree) -> Tree:
-    """What came, with its tensors in the places of `into`."""
+    """What came, with its tensors in the places of `into`, which fit."""
     places, tensors = tensors_of(into), tensors_of(tree)
-    expected = {path: (t.dtype, tuple(t.shape)) for path, t in places.items()}
-    actual = {path: (t.dtype, tuple(t.shape)) for path, t in tensors.items()}
-    if expected != actual:
-        raise WireError(f"into= has {_described(expected)}; what came has {_described(actual)}")
     with torch.no_grad():
         for path, place in places.items():
             place.copy_(tensors[path])

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shoal.closing import Closing
-from shoal.errors import PeerLost, WireError
+from shoal.errors import PeerLost
 from shoal.wire.inbox import Inbox, ReceiveJob
+from shoal.wire.terms import check_peer, check_places, check_tag, seconds
 from shoal.wire.tree import Tree
 
 FAREWELL_S = 10.0
@@ -55,7 +56,8 @@ class Link(Closing):
 
     def send(self, tree: Tree, to: int, tag: str = "", timeout_s: float | None = None) -> None:
         """Returns when `tree` may be changed again; it may not have arrived yet."""
-        self.isend(tree, to, tag).wait(timeout_s)
+        limit_s = seconds(timeout_s, self.timeout_s)
+        self.isend(tree, to, tag).wait(limit_s)
 
     def recv(
         self, source: int, tag: str = "", into: Tree = None, timeout_s: float | None = None
@@ -65,17 +67,28 @@ class Link(Closing):
         into: a tree with tensors to be filled, instead of new ones: as many as come, in the same
             places, of the same dtypes and shapes. They are in what is returned.
         """
+        limit_s = seconds(timeout_s, self.timeout_s)
         job = self.irecv(source, tag, into)
         try:
-            return job.wait(timeout_s)
+            return job.wait(limit_s)
         except BaseException:
             self.give_up(job)
             raise
 
     def irecv(self, source: int, tag: str = "", into: Tree = None) -> ReceiveJob:
         """Like recv, but at once: `job.done()`, `job.wait()`."""
-        self._check_peer(source)
+        self._check(source, tag)
+        if into is not None:
+            check_places(into)
         return self._inbox.expect(source, tag, into)
+
+    def align(self) -> None:
+        """From now on tensors that come lie where torch puts its own, if need be by a copy.
+
+        For results that are to be the same to the bit: how torch's matrix products round depends
+        on where their operands begin.
+        """
+        self._inbox.is_aligned = True
 
     def wait_any(self, jobs: Sequence[ReceiveJob], timeout_s: float) -> bool:
         """Until one of these is done, if that is soon enough; whether one is."""
@@ -107,12 +120,9 @@ class Link(Closing):
         reason = f"{name}: {error}" if str(error) else name
         self.close(HASTE_S, "" if isinstance(error, PeerLost) else reason)
 
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            others = ", ".join(str(r) for r in range(self.size) if r != self.rank)
-            raise WireError(
-                f"rank {self.rank} has no link to rank {peer}; it has links to: {others or 'none'}"
-            )
+    def _check(self, peer: int, tag: str) -> None:
+        check_peer(peer, self.rank, self.size)
+        check_tag(tag)
 
 
 def has_left(name: str, reason: str) -> str:

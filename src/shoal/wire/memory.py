@@ -28,7 +28,7 @@ class MemoryLink(Link):
         return links
 
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        self._check_peer(to)
+        self._check(to, tag)
         if not self._open:
             raise WireError("the link was closed")
         peer = self._links[to]

@@ -26,11 +26,14 @@ from shoal.wire.keys import (
 )
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
+from shoal.wire.terms import check_seconds, check_size
 from shoal.wire.zmq_gate import Keys
 from shoal.wire.zmq_link import ZmqLink
 from shoal.wire.zmq_sockets import Card
 
 TRANSPORTS = ("zmq", "dist", "memory")
+LEAST_S = 0.1
+"""Nobody answers sooner on a busy machine."""
 T = TypeVar("T")
 
 
@@ -52,6 +55,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_link(crew: Crew, transport: str, settings: LinkSettings) -> Link:
     """Every rank must call this."""
+    _together(crew, "terms", lambda: _check(settings))
     match transport:
         case "zmq":
             return _open_zmq(crew, settings)
@@ -65,6 +69,12 @@ def open_link(crew: Crew, transport: str, settings: LinkSettings) -> Link:
                 "processes: use zmq or dist here, MemoryLink.crew(n) between threads."
             )
     raise WireError(f"there is no transport {transport!r}; there are: {', '.join(TRANSPORTS)}")
+
+
+def _check(settings: LinkSettings) -> None:
+    check_seconds("timeout_s", settings.timeout_s, LEAST_S)
+    check_seconds("hung_s", settings.hung_s, LEAST_S)
+    check_size("limit_bytes", settings.limit_bytes)
 
 
 def _open_zmq(crew: Crew, settings: LinkSettings) -> Link:
@@ -144,8 +154,15 @@ def _together(crew: Crew, doing: str, do: Callable[[], T]) -> T:
     if mine is not None:
         raise mine
     if any(faults):
-        raise WireError("\n".join(fault for fault in faults if fault))
+        raise WireError(
+            "\n".join(_whose(crew, r, fault) for r, fault in enumerate(faults) if fault)
+        )
     return result
+
+
+def _whose(crew: Crew, rank: int, fault: str) -> str:
+    """Most begin with it; but "the key is missing" is to be mended where it is missing."""
+    return fault if fault.startswith(f"rank {rank}") else f"{crew.roster[rank].who}: {fault}"
 
 
 @contextmanager

@@ -33,6 +33,8 @@ MAX_ELEMENTS = 2**48
 INLINE_BYTES = 1024
 """Text and bytes up to this long stay in the plan."""
 HUGE_BYTES = 4 * 2**20
+ALIGNMENT = 64
+"""Where torch puts its tensors. How matrix products round depends on it."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -41,15 +43,12 @@ DTYPES: dict[str, torch.dtype] = {
         "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
         "complex128", "complex64", "complex32",
         "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+        "float4_e2m1fn_x2",
     )
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TEXT, BYTES = "text", "bytes"
-_NUMPY_KINDS = {
-    name: numpy.dtype(name)
-    for name in DTYPES
-    if not name.startswith(("float8", "bfloat", "complex32"))
-}
+_NUMPY_KINDS = {name: numpy.dtype(name) for name in DTYPES if name in numpy.sctypeDict}
 _NUMPY = {DTYPES[name] for name in _NUMPY_KINDS}
 _SCALARS = (bool, int, float, str)
 
@@ -108,7 +107,8 @@ def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
         kind = DTYPE_NAMES.get(value.dtype, "")
         stays = parcel.stays is not None and parcel.stays(value)
         if not kind or not _lies_well(value, stays):
-            return _buffer(kind, list(value.shape), _plain(value, stays, path), parcel, stays)
+            plain = _plain(value, stays, path)
+            return _buffer(kind, list(value.shape), plain, parcel, stays)
         return _buffer(kind, list(value.shape), value, parcel, stays)
     if len(path) > MAX_DEPTH:
         raise WireError(
@@ -173,7 +173,7 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     Channels-last, for one: it is to lie there as it lies here, else sums would be made in another
     order, and be others by a rounding.
     """
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
         return None
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
@@ -189,15 +189,23 @@ def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
         and tensor.layout is torch.strided
+        and not tensor.is_nested
     )
 
 
 def _plain(tensor: torch.Tensor, stays: bool, path: Path) -> torch.Tensor:
     """A tensor of the same values that lies well."""
-    if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise WireError(
-            f"{_place(path)}: a {tensor.dtype} tensor of layout {tensor.layout} cannot be sent. "
-            "Make it dense first, of one of: " + ", ".join(DTYPES) + "."
+            f"{_place(path)}: a {what} tensor cannot be sent. Make it dense first, or send its "
+            "parts as a list."
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        raise WireError(
+            f"{_place(path)}: a tensor of {tensor.dtype} cannot be sent. Make it one of: "
+            + ", ".join(DTYPES)
+            + "."
         )
     if tensor.is_meta:
         raise WireError(f"{_place(path)}: a tensor on the meta device has no values to send.")
@@ -314,7 +322,9 @@ def allocate(slot: Slot) -> torch.Tensor:
     size = slot.size_bytes
     try:
         if size >= HUGE_BYTES:  # numpy asks for huge pages, which spares most page faults
-            room = torch.from_numpy(numpy.empty(size, dtype=numpy.uint8))
+            memory = numpy.empty(size + ALIGNMENT, dtype=numpy.uint8)
+            begin = -memory.ctypes.data % ALIGNMENT
+            room = torch.from_numpy(memory[begin : begin + size])
         else:
             room = torch.empty(size, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
@@ -328,6 +338,11 @@ def shaped(slot: Slot, content: Any) -> torch.Tensor:
         return allocate(slot)
     tensor = torch.frombuffer(content, dtype=DTYPES.get(slot.kind, torch.uint8))
     return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, where torch would have put it."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 Shape = Callable[[Any], torch.Tensor]

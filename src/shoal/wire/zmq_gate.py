@@ -31,7 +31,7 @@ DOMAIN = b"shoal"
 ZAP = "inproc://zeromq.zap.01"
 STOP = "inproc://gate.stop"
 END, LOOK = b"end", b"look"
-NO_RANK = "it left, or was sent away, before it had said who it is"
+NO_RANK = "it said nothing that a rank says, or left before it had said who it is"
 AGAIN_S = 2.0
 """Whoever was refused and wants in has come again by then."""
 MAX_TOLD = 1000
@@ -135,6 +135,10 @@ class Gate:
     def greet(self, frame: zmq.Frame, guest: Guest | None) -> None:
         """The connection that `frame` came by is that of a peer, or of a stranger told of."""
         self._known[int(frame.get(zmq.SRCFD))] = guest
+
+    def address_of(self, frame: zmq.Frame) -> str:
+        """Where `frame` came from, for people to read."""
+        return _address_of(int(frame.get(zmq.SRCFD))) or "an address that is not known"
 
     def close(self) -> None:
         if self._thread.is_alive():

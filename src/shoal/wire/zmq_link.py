@@ -32,6 +32,7 @@ from shoal.network import is_loopback
 from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
+from shoal.wire.terms import seconds
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_pieces import (
@@ -236,7 +237,7 @@ class ZmqLink(Link):
     # -- sending -----------------------------------------------------------------------------------
 
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        self._check_peer(to)
+        self._check(to, tag)
         peer = self._peers[to]
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
@@ -430,7 +431,8 @@ class ZmqLink(Link):
         elif sender not in self._strangers and len(self._strangers) < 1000:
             self._strangers.add(sender)  # one line each, not one for each message
             self._gate.greet(self._frame, None)  # nor one more when it goes
-            log.warning("rank %d ignores a stranger (%s): %s", self.rank, sender.hex()[:32], error)
+            address = self._gate.address_of(self._frame)
+            log.warning("rank %d ignores a stranger at %s: %s", self.rank, address, error)
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:
         peer.is_gone = True
@@ -504,7 +506,7 @@ class _SendJob(Job):
         return self._peer.is_gone or all(buffer.is_free() for buffer in self._buffers)
 
     def wait(self, timeout_s: float | None = None) -> Tree:
-        limit_s = self._link.timeout_s if timeout_s is None else timeout_s
+        limit_s = seconds(timeout_s, self._link.timeout_s)
         deadline = time.monotonic() + limit_s
         for buffer in self._buffers:
             # Receive meanwhile: two ranks that send much to each other would else wait for ever.

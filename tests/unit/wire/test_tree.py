@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from typing import Any
 
 import numpy
@@ -95,12 +96,19 @@ def test_gradients_conjugates_and_views_are_sent_as_their_values() -> None:
     assert there_and_back(z.conj().imag).tolist() == [-2, 4]
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # that this may change
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("tree", "where"),
     [
         ({"a": [1, object()]}, "message['a'][1]: a object cannot be sent"),
         ({"a": {("x",): 1}}, "message['a']: a dict key"),
-        ([torch.eye(2).to_sparse()], "message[0]: a torch.float32 tensor of layout"),
+        ([torch.eye(2).to_sparse()], "message[0]: a sparse_coo tensor cannot be sent"),
+        ([nested()], "message[0]: a nested tensor cannot be sent"),
+        ([torch.empty(2, dtype=torch.int4)], "message[0]: a tensor of torch.int4 cannot be sent"),
         ({"m": torch.empty(2, device="meta")}, "message['m']: a tensor on the meta device"),
         ({1, 2}, "message: a set cannot be sent"),
     ],
