@@ -95,6 +95,15 @@ def test_a_peer_with_nothing_to_say_is_alive(join: Join) -> None:
     assert links[0].recv(1) == "I was here"
 
 
+def test_a_peer_that_takes_long_to_receive_is_alive(join: Join) -> None:
+    """Its signs of life do not come through: gloo sends nothing while there is more to be read."""
+    links = join(hung_s=HUNG_S)
+    job = links[0].isend(filled(2**30, 7), to=1)
+    coming = links[1].irecv(0)
+    job.wait()
+    assert coming.wait()[-1] == 7
+
+
 @pytest.fixture
 def mute(join: Join) -> Iterator[DistLink]:
     """The link of rank 0 to a rank that connects and then says nothing, as if it were frozen."""

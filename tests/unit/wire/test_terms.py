@@ -1,0 +1,65 @@
+"""What may be said of a link when it is opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import WireError
+from shoal.wire.terms import check_places
+
+
+@pytest.mark.parametrize("transport", ["zmq", "dist"])
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"hung_s": -1}, "hung_s is a number of seconds from 0.1 on, not -1"),
+        ({"hung_s": float("nan")}, "hung_s .* not nan"),
+        ({"hung_s": 0}, "hung_s .* not 0"),
+        ({"timeout_s": -1}, "timeout_s .* not -1"),
+        ({"timeout_s": "x"}, "timeout_s .* not 'x'"),
+        ({"timeout_s": float("inf")}, "timeout_s .* not inf. Every wait has an end"),
+        ({"limit_bytes": -5}, "limit_bytes is a number of bytes from 1 on, not -5"),
+        ({"limit_bytes": 1.5}, "limit_bytes .* not 1.5"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense(transport: str, wrong: dict[str, Any], told: str) -> None:
+    with shoal.join() as crew, pytest.raises(WireError, match=told):
+        crew.link(transport, **wrong)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, 4).t(),
+        torch.ones(3, 4)[:, ::2],
+        torch.ones(2, 3, 4).permute(1, 2, 0),
+        torch.ones(1, 4).expand(1, 4),
+        torch.ones(0, 5),
+        torch.ones(()),
+        torch.ones(4, 1).as_strided((4, 1), (1, 0)),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}",
+)
+def test_places_that_can_be_filled(tensor: torch.Tensor) -> None:
+    check_places({"x": [tensor]})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1).expand(4),
+        torch.ones(3, 1).expand(3, 2),
+        torch.ones(9).as_strided((3, 3), (2, 1)),
+        torch.eye(2).to_sparse(),
+        torch.ones(4, device="meta"),
+    ],
+    ids=["expanded", "expanded in one way", "rows that overlap", "sparse", "meta"],
+)
+def test_places_that_cannot(tensor: torch.Tensor) -> None:
+    with pytest.raises(WireError, match=r"into=\['x'\]\[0\]: "):
+        check_places({"x": [tensor]})
