@@ -35,6 +35,7 @@ import shoal
 from shoal.boss.boss import Boss
 from shoal.boss.calls import Application, Hired, Ready, Roster, encode, read_call
 from shoal.cli.main import app
+from shoal.version import VERSION
 from shoal.wire.zmq_link import ZmqLink
 from shoal.wire.zmq_sockets import Card
 
@@ -452,6 +453,40 @@ def test_a_boss_that_waits_says_for_whom_and_how_long(office: Office) -> None:
     assert f"waiting for 2 of 2 workers at {alone.listen}" in told[-2]
     assert "turned away: old, pid 7 (it has shoal 0.0 and torch 0.0" in told[-2]
     assert told[-1] == ""
+
+
+def test_a_boss_whose_workers_never_answer_ends_when_it_has_waited_enough() -> None:
+    """One came by two connections, and was taken for two; what followed had no end, and the boss
+    said nothing any more."""
+    told: list[str] = []
+    alone = Office(Path())
+    anna, bert = (
+        encode(Application(name, 7, "cpu", 1, VERSION, str(torch.__version__), f"id of {name}"))
+        for name in ("anna", "bert")
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, ExitStack() as stack:
+        old, new, other = (stack.enter_context(context.socket(zmq.DEALER)) for _ in range(3))
+        for each in (old, new, other):
+            each.linger = 0
+            each.connect(alone.listen)
+        calls = [(old, anna), (new, anna)]
+
+        def apply_again(text: str) -> None:
+            told.append(text)
+            if len(told) == 3:
+                calls.append((other, bert))
+            for each, application in calls:
+                each.send(application)
+
+        apply_again("")
+        with pytest.raises(shoal.MeetingError) as caught:
+            alone.make_boss(2, wait_s=3.0, notify=apply_again)
+    assert "waiting for 1 of 2 workers" in told[2]
+    assert "here: anna, pid 7." in told[2]
+    silent = "hired, and no word since from: anna, pid 7; bert, pid 7."
+    assert str(caught.value).endswith(f"{silent} That was long enough.")
+    assert "waiting for 2 of 2 workers" in str(caught.value)
 
 
 def test_nobody_waits_for_workers_any_more_where_await_was_cancelled() -> None:
