@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from boss_workers import Office, row_of_layers, rows, works
-from processes import SHOAL
+from processes import SHOAL, until
 from torch import nn
 from typer.testing import CliRunner
 from warm import Nursery
@@ -195,6 +195,31 @@ def test_a_boss_that_was_closed(office: Office) -> None:
         boss.place(seeded())
     with pytest.raises(shoal.WireError, match=r"this boss was closed.*open another"):
         boss.place(seeded(), cuts=[])
+
+
+UNCLOSED = """
+import sys, torch, shoal
+from torch import nn
+
+boss = shoal.Boss(sys.argv[1], 2)
+model = boss.place(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), cuts=["1"])
+model(torch.ones(10_000, 6)).sum().backward()
+"""
+
+
+def test_a_script_that_does_not_close_its_boss(
+    office: Office, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It ended with a traceback of pyzmq's, and the workers took it for killed."""
+    office.close_boss()
+    before = {worker: len(worker.out) for worker in office.workers}
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    run = start(SHOAL[0], str(script), office.listen)
+    assert run.end() == 0
+    assert "Traceback" not in run.err
+    for worker, said in before.items():
+        until(lambda: worker.out[said:].rstrip().endswith("has left"), "it was told")  # noqa: B023
 
 
 # -- a worker that goes while all link up ----------------------------------------------------------
