@@ -71,13 +71,22 @@ class Picky(nn.Module):
         out = self.linear(x)
         return _Backward.apply(out) if x.sum() < -1000 else out
 '''
+HEIR = """
+from boss_layers_differing import Picky as Base
+
+class Picky(Base):
+    pass
+"""
 MODULES = {
     "boss_layers_allowed": (LAYERS, LAYERS),
     "boss_layers_differing": (LAYERS, LAYERS + "# of another version\n"),
     "boss_layers_strange": (LAYERS, LAYERS),
+    "boss_layers_heir": (HEIR, HEIR),
 }
 """The user's own files: on the boss's host, and on the workers'."""
-ALLOWED = ("--allow", "boss_layers_allowed", "--allow", "boss_layers_differing")
+ALLOWED = tuple(
+    word for name in ("allowed", "differing", "heir") for word in ("--allow", f"boss_layers_{name}")
+)
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +328,7 @@ def test_a_class_that_is_allowed_and_the_same(boss: Boss) -> None:
     [
         ("boss_layers_strange", ["--allow boss_layers_strange", "boss_layers_strange:Picky"]),
         ("boss_layers_differing", ["boss_layers_differing.py is not the same as the boss's"]),
+        ("boss_layers_heir", ["boss_layers_differing.py is not the same as the boss's"]),
     ],
 )
 def test_a_class_that_is_not_allowed_or_not_the_same(
