@@ -10,6 +10,7 @@ import copy
 import inspect
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -605,6 +606,19 @@ def test_a_boss_that_raises_tells_its_workers_why(office: Office, own_boss) -> N
     works(own_boss(2))
     reason = "has left: it ended with ValueError: a mistake in the script"
     assert sum(reason in worker.out for worker in office.workers) == 2
+
+
+def test_a_boss_that_ends_with_an_error_of_a_worker(office: Office, own_boss) -> None:
+    """The others got the beginning of its traceback, cut off somewhere."""
+    boss = own_boss(2)
+    with pytest.raises(shoal.WorkerError, match="too much"), boss:
+        raise_in_own_code(boss)
+    reason = r"has left: it ended with WorkerError: worker 2 \(.*\): ValueError: this is too much\n"
+    told = [worker for worker in office.workers if worker.process.poll() is None]
+    until(
+        lambda: sum(bool(re.search(reason, each.out)) for each in told) == 2, "both have been told"
+    )
+    assert not any("There:" in worker.out for worker in told)
 
 
 def test_a_boss_that_is_killed_or_interrupted(office: Office, start_warm, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Two workers are shared by the tests, and one boss by most.
 from __future__ import annotations
 
 import copy
+import math
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_what_would_do_nothing_is_told_of(boss: Boss) -> None:
             use()
     with pytest.raises(shoal.ModelError, match=r"save model.state_dict\(\)"):
         copy.deepcopy(model)
+    moves: dict[str, Callable[[], Any]] = {
+        "half": model.half, "double": model.double, "bfloat16": model.bfloat16, "cpu": model.cpu,
+        "float": model.float, "cuda": model.cuda, "to": lambda: model.to("cuda"),
+        "type": lambda: model.type(torch.half), "to_empty": lambda: model.to_empty(device="cpu"),
+    }  # fmt: skip
+    for name, move in moves.items():
+        words = rf"model.{name}\(\): .* boss.place\(model\..* shoal worker --device"
+        with pytest.raises(shoal.ModelError, match=words):
+            move()
+    assert Outer(model).double().head.weight.dtype == torch.double  # what is here
     works(boss)
 
 
@@ -139,6 +150,24 @@ def test_a_train_step_that_makes_no_sense(boss: Boss) -> None:
         boss.train_step(rows(), rows(), loss=F.mse_loss, schedule="2f2b", reduction="none")
     with pytest.raises(shoal.SettingsError, match="then the target"):
         boss.train_step(rows(), loss=F.mse_loss)
+    with pytest.raises(shoal.ModelError, match=r"loss: it returned nothing; .* a tensor"):
+        boss.train_step(rows(), rows(), loss=print)  # type: ignore[arg-type]
+    with pytest.raises(shoal.WorkerError, match=r"the loss returned a Size, and not a tensor"):
+        boss.train_step(rows(), rows(), loss=lambda out, y: out.shape)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"workers": "2"}, {"workers": 2.0}, {"workers": -1}]
+    + [{name: value} for name in ("timeout_s", "hung_s") for value in (0, -1, math.nan, math.inf)]
+    + [{"wait_s": value} for value in (0, -1, math.nan, "5")],
+    ids=str,
+)
+def test_a_boss_that_makes_no_sense(options: dict[str, Any]) -> None:
+    """It came as an error of ZeroMQ's, or not at all."""
+    ((name, value),) = options.items()
+    with pytest.raises(shoal.SettingsError, match=rf"^- {name}={value!r}: "):
+        shoal.Boss("tcp://127.0.0.1:1", **{"workers": 1, **options})
 
 
 # -- what was only half said -----------------------------------------------------------------------

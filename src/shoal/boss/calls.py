@@ -112,6 +112,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: int | None
     modules: list[str]
     step: int
+    """As of when it was last seen; so is the memory, and what it keeps."""
     num_kept: int
     """Micro-batches that it keeps for a backward pass."""
     last_seen_s: float

@@ -16,12 +16,15 @@ from shoal.boss.applying import ask
 from shoal.boss.calls import LINK_S, Application, Status
 from shoal.boss.reception import Reception
 from shoal.errors import MeetingError, WireError
+from shoal.settings import MAX_TIMEOUT_S
 from shoal.wire.open_link import LinkSettings, read_keys
 from shoal.wire.zmq_link import ZmqLink
 
 TURN_S = 0.5
 READY_S = 10.0
 """How long those who are hired have to listen and say where."""
+MAX_HUNG_S = 1e6
+"""ZeroMQ counts milliseconds in 32 bits."""
 WORD_S = 1.0
 """How long workers may take to say why they could not link up."""
 
@@ -35,6 +38,22 @@ class Staff:
     """By rank; the boss is rank 0."""
     applications: list[Application]
     """By rank, from rank 1 on."""
+
+
+def option_faults(workers: int, *, timeout_s: float, hung_s: float, wait_s: float) -> list[str]:
+    """What a boss cannot begin with."""
+    faults = []
+    if not isinstance(workers, int) or workers < 1:
+        faults.append(f"workers={workers!r}: a boss needs a number of them, at least one.")
+    limits = {"timeout_s": MAX_TIMEOUT_S, "hung_s": MAX_HUNG_S, "wait_s": math.inf}
+    given = {"timeout_s": timeout_s, "hung_s": hung_s, "wait_s": wait_s}
+    for name, seconds in given.items():
+        if not isinstance(seconds, int | float) or not 0 < seconds <= limits[name]:
+            faults.append(
+                f"{name}={seconds!r}: must be a positive number of seconds, "
+                f"{limits[name]:g} at most."
+            )
+    return faults
 
 
 def hire(
