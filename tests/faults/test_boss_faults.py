@@ -10,6 +10,7 @@ import copy
 import inspect
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -35,6 +36,7 @@ import shoal
 from shoal.boss.boss import Boss
 from shoal.boss.calls import Application, Hired, Ready, Roster, encode, read_call
 from shoal.cli.main import app
+from shoal.version import VERSION
 from shoal.wire.zmq_link import ZmqLink
 from shoal.wire.zmq_sockets import Card
 
@@ -70,13 +72,22 @@ class Picky(nn.Module):
         out = self.linear(x)
         return _Backward.apply(out) if x.sum() < -1000 else out
 '''
+HEIR = """
+from boss_layers_differing import Picky as Base
+
+class Picky(Base):
+    pass
+"""
 MODULES = {
     "boss_layers_allowed": (LAYERS, LAYERS),
     "boss_layers_differing": (LAYERS, LAYERS + "# of another version\n"),
     "boss_layers_strange": (LAYERS, LAYERS),
+    "boss_layers_heir": (HEIR, HEIR),
 }
 """The user's own files: on the boss's host, and on the workers'."""
-ALLOWED = ("--allow", "boss_layers_allowed", "--allow", "boss_layers_differing")
+ALLOWED = tuple(
+    word for name in ("allowed", "differing", "heir") for word in ("--allow", f"boss_layers_{name}")
+)
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +329,7 @@ def test_a_class_that_is_allowed_and_the_same(boss: Boss) -> None:
     [
         ("boss_layers_strange", ["--allow boss_layers_strange", "boss_layers_strange:Picky"]),
         ("boss_layers_differing", ["boss_layers_differing.py is not the same as the boss's"]),
+        ("boss_layers_heir", ["boss_layers_differing.py is not the same as the boss's"]),
     ],
 )
 def test_a_class_that_is_not_allowed_or_not_the_same(
@@ -454,6 +466,40 @@ def test_a_boss_that_waits_says_for_whom_and_how_long(office: Office) -> None:
     assert told[-1] == ""
 
 
+def test_a_boss_whose_workers_never_answer_ends_when_it_has_waited_enough() -> None:
+    """One came by two connections, and was taken for two; what followed had no end, and the boss
+    said nothing any more."""
+    told: list[str] = []
+    alone = Office(Path())
+    anna, bert = (
+        encode(Application(name, 7, "cpu", 1, VERSION, str(torch.__version__), f"id of {name}"))
+        for name in ("anna", "bert")
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, ExitStack() as stack:
+        old, new, other = (stack.enter_context(context.socket(zmq.DEALER)) for _ in range(3))
+        for each in (old, new, other):
+            each.linger = 0
+            each.connect(alone.listen)
+        calls = [(old, anna), (new, anna)]
+
+        def apply_again(text: str) -> None:
+            told.append(text)
+            if len(told) == 3:
+                calls.append((other, bert))
+            for each, application in calls:
+                each.send(application)
+
+        apply_again("")
+        with pytest.raises(shoal.MeetingError) as caught:
+            alone.make_boss(2, wait_s=3.0, notify=apply_again)
+    assert "waiting for 1 of 2 workers" in told[2]
+    assert "here: anna, pid 7." in told[2]
+    silent = "hired, and no word since from: anna, pid 7; bert, pid 7."
+    assert str(caught.value).endswith(f"{silent} That was long enough.")
+    assert "waiting for 2 of 2 workers" in str(caught.value)
+
+
 def test_nobody_waits_for_workers_any_more_where_await_was_cancelled() -> None:
     """As Ctrl-C does it: the thread that waited for them waited for ever, and the program too."""
     alone = Office(Path())
@@ -560,6 +606,19 @@ def test_a_boss_that_raises_tells_its_workers_why(office: Office, own_boss) -> N
     works(own_boss(2))
     reason = "has left: it ended with ValueError: a mistake in the script"
     assert sum(reason in worker.out for worker in office.workers) == 2
+
+
+def test_a_boss_that_ends_with_an_error_of_a_worker(office: Office, own_boss) -> None:
+    """The others got the beginning of its traceback, cut off somewhere."""
+    boss = own_boss(2)
+    with pytest.raises(shoal.WorkerError, match="too much"), boss:
+        raise_in_own_code(boss)
+    reason = r"has left: it ended with WorkerError: worker 2 \(.*\): ValueError: this is too much\n"
+    told = [worker for worker in office.workers if worker.process.poll() is None]
+    until(
+        lambda: sum(bool(re.search(reason, each.out)) for each in told) == 2, "both have been told"
+    )
+    assert not any("There:" in worker.out for worker in told)
 
 
 def test_a_boss_that_is_killed_or_interrupted(office: Office, start_warm, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Two workers are shared by the tests, and one boss by most.
 from __future__ import annotations
 
 import copy
+import math
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from boss_workers import Office, row_of_layers, rows, works
-from processes import SHOAL
+from processes import SHOAL, until
 from torch import nn
 from typer.testing import CliRunner
 from warm import Nursery
@@ -85,6 +86,16 @@ def test_what_would_do_nothing_is_told_of(boss: Boss) -> None:
             use()
     with pytest.raises(shoal.ModelError, match=r"save model.state_dict\(\)"):
         copy.deepcopy(model)
+    moves: dict[str, Callable[[], Any]] = {
+        "half": model.half, "double": model.double, "bfloat16": model.bfloat16, "cpu": model.cpu,
+        "float": model.float, "cuda": model.cuda, "to": lambda: model.to("cuda"),
+        "type": lambda: model.type(torch.half), "to_empty": lambda: model.to_empty(device="cpu"),
+    }  # fmt: skip
+    for name, move in moves.items():
+        words = rf"model.{name}\(\): .* boss.place\(model\..* shoal worker --device"
+        with pytest.raises(shoal.ModelError, match=words):
+            move()
+    assert Outer(model).double().head.weight.dtype == torch.double  # what is here
     works(boss)
 
 
@@ -139,6 +150,24 @@ def test_a_train_step_that_makes_no_sense(boss: Boss) -> None:
         boss.train_step(rows(), rows(), loss=F.mse_loss, schedule="2f2b", reduction="none")
     with pytest.raises(shoal.SettingsError, match="then the target"):
         boss.train_step(rows(), loss=F.mse_loss)
+    with pytest.raises(shoal.ModelError, match=r"loss: it returned nothing; .* a tensor"):
+        boss.train_step(rows(), rows(), loss=print)  # type: ignore[arg-type]
+    with pytest.raises(shoal.WorkerError, match=r"the loss returned a Size, and not a tensor"):
+        boss.train_step(rows(), rows(), loss=lambda out, y: out.shape)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"workers": "2"}, {"workers": 2.0}, {"workers": -1}]
+    + [{name: value} for name in ("timeout_s", "hung_s") for value in (0, -1, math.nan, math.inf)]
+    + [{"wait_s": value} for value in (0, -1, math.nan, "5")],
+    ids=str,
+)
+def test_a_boss_that_makes_no_sense(options: dict[str, Any]) -> None:
+    """It came as an error of ZeroMQ's, or not at all."""
+    ((name, value),) = options.items()
+    with pytest.raises(shoal.SettingsError, match=rf"^- {name}={value!r}: "):
+        shoal.Boss("tcp://127.0.0.1:1", **{"workers": 1, **options})
 
 
 # -- what was only half said -----------------------------------------------------------------------
@@ -195,6 +224,31 @@ def test_a_boss_that_was_closed(office: Office) -> None:
         boss.place(seeded())
     with pytest.raises(shoal.WireError, match=r"this boss was closed.*open another"):
         boss.place(seeded(), cuts=[])
+
+
+UNCLOSED = """
+import sys, torch, shoal
+from torch import nn
+
+boss = shoal.Boss(sys.argv[1], 2)
+model = boss.place(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), cuts=["1"])
+model(torch.ones(10_000, 6)).sum().backward()
+"""
+
+
+def test_a_script_that_does_not_close_its_boss(
+    office: Office, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It ended with a traceback of pyzmq's, and the workers took it for killed."""
+    office.close_boss()
+    before = {worker: len(worker.out) for worker in office.workers}
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    run = start(SHOAL[0], str(script), office.listen)
+    assert run.end() == 0
+    assert "Traceback" not in run.err
+    for worker, said in before.items():
+        until(lambda: worker.out[said:].rstrip().endswith("has left"), "it was told")  # noqa: B023
 
 
 # -- a worker that goes while all link up ----------------------------------------------------------

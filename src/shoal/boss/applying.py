@@ -73,12 +73,14 @@ class Contract:
 
 def apply(
     employer: Employer,
+    own_id: str,
     device: str,
     notify: Callable[[str], None],
     prepare: Callable[[], None] = lambda: None,
 ) -> Contract:
     """Wait for a boss, and for its other workers. Never gives up by itself.
 
+    own_id: the same for all applications of this worker, which may come by several connections.
     prepare: what may take a second or two; done where the wait is long enough for it.
     """
     application = Application(
@@ -88,6 +90,7 @@ def apply(
         memory_bytes=psutil.virtual_memory().available,
         shoal=VERSION,
         torch=str(torch.__version__),
+        id=own_id,
     )
     keys = _keys(employer)
     address = network.resolve(employer.host)

@@ -25,7 +25,7 @@ from torch import nn
 
 from shoal.boss.calls import Status, WorkerStatus
 from shoal.boss.desk import Desk
-from shoal.boss.hiring import hire
+from shoal.boss.hiring import hire, option_faults
 from shoal.boss.losses import Loss, loss_to_data
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.orders import Order, Place, Scale, Times, TrainStep
@@ -72,8 +72,8 @@ class Boss:
         wait_s: how long at most. timeout_s: the longest wait for a result. notify: is told whom we
             wait for, instead of the terminal.
         """
-        if workers < 1:
-            raise SettingsError([f"workers={workers}: a boss needs at least one."])
+        if faults := option_faults(workers, timeout_s=timeout_s, hung_s=hung_s, wait_s=wait_s):
+            raise SettingsError(faults)
         self._interrupts = prompt_interrupts()
         self._interrupts.__enter__()
         self._routes: Routes | None = None

@@ -1,7 +1,7 @@
 """What is said at the boss's port before there is a link: applications, cards, questions.
 
     worker   Application ───>            <─── Wait, Hired or Full     boss
-    worker   Ready (its card) ───>       <─── Roster (all cards)
+    worker   Ready (its card) ───>       <─── Wait, then Roster (all cards)
     worker   Unable ───>                                                   if it has no link then
     anybody  Question ───>               <─── Status
 
@@ -42,6 +42,8 @@ class Application(msgspec.Struct, frozen=True, tag="apply", forbid_unknown_field
     """What is free for a stage."""
     shoal: Label
     torch: Label
+    id: Label = ""
+    """Of the worker, whichever connection it calls by. Workers of old versions have none."""
 
     @property
     def who(self) -> str:
@@ -69,7 +71,7 @@ class Question(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait", forbid_unknown_fields=True):
-    """Not all have come yet."""
+    """Not all have come yet, or said where they listen."""
 
     missing: int
 
@@ -110,6 +112,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: int | None
     modules: list[str]
     step: int
+    """As of when it was last seen; so is the memory, and what it keeps."""
     num_kept: int
     """Micro-batches that it keeps for a backward pass."""
     last_seen_s: float

@@ -14,6 +14,7 @@ from shoal.boss.hiring import Staff
 from shoal.boss.orders import Backward, Forward, Order, Place, Trouble, ZeroGrad, as_message
 from shoal.errors import PeerLost, WireError, WorkerError
 from shoal.wire.inbox import ReceiveJob
+from shoal.wire.link import HASTE_S
 from shoal.wire.tree import Tree
 
 TEND_S = 0.25
@@ -174,5 +175,8 @@ class Desk:
         self._tender.join()
         if error is None:
             self.link.close()
-        else:
+        elif isinstance(error, PeerLost):
             self.link.close_after(error)
+        else:  # the other workers need no more of a WorkerError than its first line
+            kind, first = type(error).__name__, str(error).partition("\n")[0]
+            self.link.close(HASTE_S, f"{kind}: {first}" if first else kind)

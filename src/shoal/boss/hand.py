@@ -252,7 +252,9 @@ class Hand:
             nonlocal total
             assert self._loss is not None
             target = self._wait(self._link.irecv(BOSS, f"target {order.call} {number}"))
-            loss: torch.Tensor = self._loss(output, _to(target, self._device))
+            loss: Any = self._loss(output, _to(target, self._device))
+            if not isinstance(loss, torch.Tensor):
+                raise ModelError(f"the loss returned a {type(loss).__name__}, and not a tensor")
             weight = order.weights[number]
             total = total + loss.detach() * weight
             return loss if weight == 1.0 else loss * weight

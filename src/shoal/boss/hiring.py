@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +16,15 @@ from shoal.boss.applying import ask
 from shoal.boss.calls import LINK_S, Application, Status
 from shoal.boss.reception import Reception
 from shoal.errors import MeetingError, WireError
+from shoal.settings import MAX_TIMEOUT_S
 from shoal.wire.open_link import LinkSettings, read_keys
 from shoal.wire.zmq_link import ZmqLink
 
 TURN_S = 0.5
 READY_S = 10.0
 """How long those who are hired have to listen and say where."""
+MAX_HUNG_S = 1e6
+"""ZeroMQ counts milliseconds in 32 bits."""
 WORD_S = 1.0
 """How long workers may take to say why they could not link up."""
 
@@ -33,6 +38,22 @@ class Staff:
     """By rank; the boss is rank 0."""
     applications: list[Application]
     """By rank, from rank 1 on."""
+
+
+def option_faults(workers: int, *, timeout_s: float, hung_s: float, wait_s: float) -> list[str]:
+    """What a boss cannot begin with."""
+    faults = []
+    if not isinstance(workers, int) or workers < 1:
+        faults.append(f"workers={workers!r}: a boss needs a number of them, at least one.")
+    limits = {"timeout_s": MAX_TIMEOUT_S, "hung_s": MAX_HUNG_S, "wait_s": math.inf}
+    given = {"timeout_s": timeout_s, "hung_s": hung_s, "wait_s": wait_s}
+    for name, seconds in given.items():
+        if not isinstance(seconds, int | float) or not 0 < seconds <= limits[name]:
+            faults.append(
+                f"{name}={seconds!r}: must be a positive number of seconds, "
+                f"{limits[name]:g} at most."
+            )
+    return faults
 
 
 def hire(
@@ -85,16 +106,26 @@ def hire(
 def _gather(
     link: ZmqLink, reception: Reception, wait_s: float, notify: Callable[[str], None]
 ) -> Staff:
-    waited = 0.0
-    while True:
-        while not link.tend(lambda: not reception.missing, TURN_S):
-            waited += TURN_S
-            notify(_waiting(link, reception, waited))
+    begun = time.monotonic()
+
+    def wait_until(condition: Callable[[], bool], limit_s: float = math.inf) -> bool:
+        """Whatever it is that we wait for: we say so, and not longer than wait_s in all."""
+        deadline = time.monotonic() + limit_s
+        while not link.tend(condition, TURN_S):
+            waited = time.monotonic() - begun
+            text = _waiting(link, reception, waited)
+            notify(text)
             if waited >= wait_s:
-                raise MeetingError(_waiting(link, reception, waited) + " That was long enough.")
+                raise MeetingError(f"{text} That was long enough.")
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    while True:
+        wait_until(lambda: not reception.missing)
         for caller, offer in reception.hire():
             link.answer(caller, offer)
-        if link.tend(lambda: reception.are_ready, READY_S):
+        if wait_until(lambda: reception.are_ready, READY_S):
             break
         reception.release()
     name = f"the boss ({socket.gethostname()})"
@@ -108,6 +139,7 @@ def _gather(
     except WireError as error:
         link.tend(lambda: len(reception.troubles) == reception.wanted, WORD_S)
         raise MeetingError(_why_not(reception, roster.names, error)) from None
+    reception.dismiss()
     return Staff(link, roster.names, applications)
 
 
@@ -120,13 +152,17 @@ def _why_not(reception: Reception, names: list[str], error: WireError) -> str:
 
 
 def _waiting(link: ZmqLink, reception: Reception, waited_s: float) -> str:
-    here = [applicant.application.who for applicant in reception.present]
+    silent = [each.application.who for each in reception.unready]
+    here = [each.application.who for each in reception.present]
+    here = [who for who in here if who not in silent]
     text = (
-        f"waiting for {reception.missing} of {reception.wanted} workers at {link.card.endpoint}, "
-        f"{waited_s:.0f} s"
+        f"waiting for {reception.missing + len(silent)} of {reception.wanted} workers at "
+        f"{link.card.endpoint}, {waited_s:.0f} s"
     )
     if here:
         text += f"; here: {'; '.join(here)}"
+    if silent:
+        text += f"; hired, and no word since from: {'; '.join(silent)}"
     for who, why in reception.turned_away.items():
         text += f"; turned away: {who} ({why})"
     return text + "."

@@ -25,6 +25,10 @@ def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
             "torch.nn.functional or a module of torch.nn, or compute the loss here: "
             "loss(model(x), y).backward()."
         ) from error
+    returned = traced.graph.output_node().args[0]
+    if not isinstance(returned, fx.Node):
+        what = "nothing" if returned is None else f"a {type(returned).__name__}"
+        raise ModelError(f"loss: it returned {what}; it must return a tensor, of one number.")
     data, tensors = to_data(traced)
     return pack(data), tensors
 

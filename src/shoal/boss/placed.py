@@ -10,13 +10,13 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from shoal.boss.desk import Desk
+from shoal.boss.elsewhere import Elsewhere
 from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State, ZeroGrad
 from shoal.errors import ModelError
 from shoal.layout import Share
@@ -26,7 +26,7 @@ from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 Prepare = Callable[[dict[str, Tree] | None], None]
 
 
-class PlacedModel(nn.Module):
+class PlacedModel(Elsewhere):
     """Made by `Boss.place`. Its parameters are on the workers; here it has none."""
 
     def __init__(
@@ -64,20 +64,6 @@ class PlacedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """On the workers."""
         self._desk.order(ZeroGrad(set_to_none=set_to_none))
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises; so does `parameters()`. Whoever asks would do nothing, and not notice."""
-        raise ModelError(
-            "the parameters of a placed model are on its workers. There are instead: "
-            "boss.optimizer(torch.optim.Adam, lr=...), boss.clip_grad_norm_(max_norm), "
-            "model.zero_grad(), model.state_dict() and model.num_parameters."
-        )
-
-    def __getstate__(self) -> NoReturn:
-        raise ModelError(
-            "a placed model is on its workers and cannot be copied or saved whole: "
-            "save model.state_dict(), which loads into a plain model."
-        )
 
     @property
     def _desk(self) -> Desk:
@@ -167,16 +153,18 @@ class PlacedModel(nn.Module):
         """Inputs by the names of the graph."""
         names = [name for _, name in self._inputs]
         given = dict(zip(names, args, strict=False))
-        twice = [name for name in kwargs if name in given]
+        faults = [f"{name} came twice" for name in kwargs if name in given]
         given |= kwargs
-        missing = [name for name in names if name not in given]
-        unknown = [name for name in kwargs if name not in names]
-        if len(args) > len(names) or missing or unknown or twice:
-            got = [*(["a value"] * len(args)), *kwargs]
-            raise ModelError(
-                f"the model takes {', '.join(names)}; got {', '.join(got) or 'nothing'}. Further "
-                "inputs must be named when the model is placed: boss.place(model, inputs=[...])."
+        faults += [f"{name} is missing" for name in names if name not in given]
+        further = ["one more"] * (len(args) - len(names))
+        further += [name for name in kwargs if name not in names]
+        if further:
+            faults.append(
+                f"{', '.join(further)}: inputs besides those must be named when the model is "
+                "placed, boss.place(model, inputs=[...])"
             )
+        if faults:
+            raise ModelError(f"the model takes {', '.join(names)}; {'; '.join(faults)}.")
         return {value: given[name] for value, name in self._inputs}
 
     # -- state -------------------------------------------------------------------------------------
@@ -199,9 +187,10 @@ class PlacedModel(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         missing, unexpected = self._differences(state_dict)
+        faults = []
         if strict and (missing or unexpected):
-            raise ModelError(f"state_dict: missing {missing}, not of this model {unexpected}.")
-        if faults := self._load(state_dict):
+            faults.append(f"state_dict: missing {missing}, not of this model {unexpected}.")
+        if faults := self._load(state_dict, faults):
             raise ModelError(faults)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
@@ -224,24 +213,28 @@ class PlacedModel(nn.Module):
         missing, unexpected = self._differences(own)
         missing_keys += [prefix + name for name in missing]
         unexpected_keys += [prefix + name for name in unexpected]
-        error_msgs += self._load(own)
+        error_msgs += self._load(own, [])
 
     def _differences(self, state: Any) -> tuple[list[str], list[str]]:
         """Names that are missing in a state, and those that are not of this model."""
         missing = [name for name in self._names if name not in state]
         return missing, [name for name in state if name not in self._names]
 
-    def _load(self, state_dict: Any) -> list[str]:
-        """What is of this model; does nothing if some does not fit, and returns what."""
+    def _load(self, state_dict: Any, known: list[str]) -> list[str]:
+        """What is of this model; does nothing if there is a fault, and returns all.
+
+        known: faults that have been found already.
+        """
         self._be_ready(None)
         owned = self.ask_all("state", lambda call: State(call=call))
         mine = self._united([*owned, self.stray])
-        if faults := [
+        faults = known + [
             f"state_dict: {name} is {tuple(mine[name].shape)} in this model, and came as "
             f"{tuple(state_dict[name].shape)}."
             for name in mine
             if name in state_dict and state_dict[name].shape != mine[name].shape
-        ]:
+        ]
+        if faults:
             return faults
         # Waits until all has gone: the caller's tensors may change after this.
         self._desk.order_each(
@@ -346,7 +339,11 @@ class _Remote(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # what comes of this would be taken for a constant
+            raise RuntimeError(
+                "create_graph=True: a placed model is differentiated once, since its workers keep "
+                "nothing for gradients of gradients. Leave it out, or use a plain model there."
+            )
         of_inputs = ctx.call.backward(gradients)
         return (None, None, None, *[None] * ctx.count, *of_inputs)

@@ -33,9 +33,10 @@ SILENCE_S = 5.0
 
 @dataclass
 class Applicant:
-    """A worker that has called."""
+    """A worker that has called. It may call again by another connection, and stays the same."""
 
     caller: bytes
+    """Its newest connection."""
     application: Application
     heard_at: float
     rank: int = 0
@@ -62,9 +63,11 @@ class Reception:
         self._hung_s = hung_s
         self._status = status
         self._clock = clock
-        self._applicants: dict[bytes, Applicant] = {}
+        self._applicants: dict[str, Applicant] = {}
+        """By id, the first first."""
         self._round = secrets.randbits(40)  # a worker may have an offer of the boss before this one
-        self._is_open = True
+        self._roster: Roster | None = None
+        """Where there is one, nobody more is needed."""
         self.turned_away: dict[str, str] = {}
         """By who it was: why somebody could not be taken."""
         self.troubles: dict[int, Unable] = {}
@@ -79,20 +82,14 @@ class Reception:
             self._take_card(caller, call)
             return None
         if isinstance(call, Unable):
-            known = self._applicants.get(caller)
-            if known is not None and known.rank and call.round == self._round:
+            known = self._hired_by(caller, call.round)
+            if known is not None:
                 self.troubles[known.rank] = call
             return None
-        answer = self._take_application(caller, call)
-        return None if answer is None else encode(answer)
+        return encode(self._take_application(caller, call))
 
-    def _take_application(self, caller: bytes, application: Application) -> Answer | None:
-        known = self._applicants.get(caller)
-        if known is not None:
-            known.heard_at = self._clock()
-            if known.rank:  # it has not heard yet that it is hired
-                return self._offer(known) if known.card is None else None
-            return Wait(self.missing) if self._is_open else self._full()
+    def _take_application(self, caller: bytes, application: Application) -> Answer:
+        """There is an answer to every one: who hears nothing calls by another connection."""
         if (application.shoal, application.torch) != self._versions:
             reason = (
                 f"it has shoal {application.shoal} and torch {application.torch}, the boss has "
@@ -100,10 +97,18 @@ class Reception:
             )
             self.turned_away[application.who] = reason
             return Full(reason)
-        if not self._is_open:
+        known = self._applicants.get(application.id)
+        if known is None and self._roster is None:
+            known = Applicant(caller, application, self._clock())
+            self._applicants[application.id] = known
+        if known is None:
             return self._full()
-        self._applicants[caller] = Applicant(caller, application, self._clock())
-        return Wait(self.missing)
+        known.caller, known.heard_at = caller, self._clock()
+        if known.rank and known.card is None:  # it has not heard yet that it is hired
+            return self._offer(known)
+        if known.rank:  # nor, perhaps, who the others are
+            return self._roster or Wait(len(self.unready))
+        return Wait(self.missing) if self._roster is None else self._full()
 
     def _full(self) -> Full:
         own = self._status()
@@ -113,19 +118,24 @@ class Reception:
         )
 
     def _take_card(self, caller: bytes, ready: Ready) -> None:
-        known = self._applicants.get(caller)
-        if known is not None and known.rank and ready.round == self._round:
+        known = self._hired_by(caller, ready.round)
+        if known is not None:
             known.card = ready.card
             known.heard_at = self._clock()
 
+    def _hired_by(self, caller: bytes, round_: int) -> Applicant | None:
+        """Who calls so, if it speaks of what it is hired for now."""
+        found = [each for each in self.hired if each.caller == caller]
+        return found[0] if found and round_ == self._round else None
+
     @property
     def present(self) -> list[Applicant]:
-        """Those who have called lately, the first first."""
+        """Those who have called lately, the first first; and those who are hired."""
         now = self._clock()
         self._applicants = {
-            caller: each
-            for caller, each in self._applicants.items()
-            if now - each.heard_at < SILENCE_S
+            id_: each
+            for id_, each in self._applicants.items()
+            if each.rank or now - each.heard_at < SILENCE_S
         }
         return list(self._applicants.values())
 
@@ -152,21 +162,32 @@ class Reception:
         return sorted((a for a in self._applicants.values() if a.rank), key=lambda a: a.rank)
 
     @property
+    def unready(self) -> list[Applicant]:
+        """Those who are hired, and have not said where they listen."""
+        return [each for each in self.hired if each.card is None]
+
+    @property
     def are_ready(self) -> bool:
-        return len(self.hired) == self.wanted and all(a.card is not None for a in self.hired)
+        return len(self.hired) == self.wanted and not self.unready
 
     def release(self) -> None:
-        """Not all who were hired have answered: all apply again."""
+        """Not all who were hired have answered: all apply again, and those who did not, last."""
+        late = {each.application.id: each for each in self.unready}
+        others = {id_: each for id_, each in self._applicants.items() if id_ not in late}
+        self._applicants = others | late
         for each in self._applicants.values():
             each.rank, each.card = 0, None
 
     def roster(self, card: Card, name: str) -> tuple[Roster, list[tuple[bytes, bytes]]]:
-        """All cards, and whom to tell of them. From now on nobody is needed."""
-        self._is_open = False
+        """All cards, and whom to tell of them. From now on nobody more is needed."""
         cards = [card, *(a.card for a in self.hired if a.card is not None)]
         names = [name, *(worker_name(a.rank, a.application) for a in self.hired)]
-        roster = Roster(self._round, cards, names)
+        self._roster = roster = Roster(self._round, cards, names)
         return roster, [(a.caller, encode(roster)) for a in self.hired]
+
+    def dismiss(self) -> None:
+        """All are linked up: nobody who calls from now on is one of them."""
+        self._applicants.clear()
 
 
 def worker_name(rank: int, application: Application) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable
 
 import torch
@@ -33,9 +34,10 @@ def serve(
 
     notify: is told whom we wait for. tell: what happens.
     """
+    own_id = secrets.token_hex(16)
     while True:
         try:
-            contract = apply(employer, str(device), notify, prepare)
+            contract = apply(employer, own_id, str(device), notify, prepare)
         except (WireError, PeerLost) as error:  # others of this boss's, or it, did not come through
             tell(f"could not work for the boss at {employer.endpoint}: {error}")
             if once:

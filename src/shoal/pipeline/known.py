@@ -16,24 +16,24 @@ from __future__ import annotations
 
 import builtins
 import functools
-import hashlib
 import importlib
-import importlib.util
 import math
 import operator
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from shoal.errors import ModelError
+from shoal.pipeline.sources import NEVER, package_of, source_of
 
 Operation = Callable[..., Any]
 
@@ -44,6 +44,10 @@ class Allowed:
 
     packages: frozenset[str] = frozenset()
     """Top-level packages (or modules) whose classes of nn.Module may be imported."""
+    imported: WeakKeyDictionary[ModuleType, str] = field(
+        default_factory=WeakKeyDictionary, compare=False
+    )
+    """The digest of each file when it was: what a process has imported stays as it was."""
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -225,8 +229,6 @@ def attribute_of(value: Any, name: str) -> Any:
 # -- classes ---------------------------------------------------------------------------------------
 
 _CLASS = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,20}):(?P<name>[A-Za-z_]\w*)", re.A)
-_NEVER = frozenset({"torch", "shoal", "__main__", "__mp_main__", *sys.stdlib_module_names})
-"""Of these there is nothing more than the tables, whatever is allowed."""
 
 
 @functools.cache
@@ -256,23 +258,58 @@ def name_of_class(kind: type[nn.Module]) -> tuple[str, str]:
             "it is defined in the script itself, which workers cannot import; move it into a "
             "file of its own."
         )
-    if module.partition(".")[0] in _NEVER:
+    if package_of(module) in NEVER:
         raise ModelError(f"{full} is none of the classes of torch.nn that workers know.")
     if not _CLASS.fullmatch(full) or getattr(sys.modules.get(module), name, None) is not kind:
         raise ModelError("workers find classes by name, at the top level of a file; move it there.")
     return full, module
 
 
+def check_sources(sources: dict[str, str], allowed: Allowed) -> None:
+    """Raises ModelError with all files of allowed packages that are not the boss's.
+
+    sources: by module, the digest of the boss's file.
+    """
+    modules = [module for module in sources if package_of(module) in allowed.packages - NEVER]
+    faults: dict[str, str] = {}
+    for module in sorted(modules):  # packages first: they are imported to look into them
+        if any(module.startswith(f"{other}.") for other in faults):
+            continue
+        try:
+            file, digest = source_of(module)
+        except ModelError as error:
+            faults[module] = str(error)
+            continue
+        loaded = sys.modules.get(module)
+        if digest != sources[module]:
+            faults[module] = _differs(file, module)
+        elif loaded and allowed.imported.get(loaded, digest) != digest:
+            faults[module] = f"{file} has changed since this worker imported it: start it again."
+    _remember({m: d for m, d in sources.items() if m not in faults}, allowed)
+    if faults:
+        raise ModelError(list(faults.values()))
+
+
+def _remember(digests: dict[str, str], allowed: Allowed) -> None:
+    for module, digest in digests.items():
+        if loaded := sys.modules.get(module):
+            allowed.imported.setdefault(loaded, digest)
+
+
+def _differs(file: Path, module: str) -> str:
+    return f"{file} is not the same as the boss's {module}. Bring both to the same version."
+
+
 def find_class(full: str, sources: dict[str, str], allowed: Allowed) -> type[nn.Module]:
     """The class of that name. Nothing is imported that is not allowed, and the boss's source.
 
-    sources: by module, the digest of the boss's file.
+    sources: by module, the digest of the boss's file; `check_sources` has compared them.
     """
     if full in classes():
         return classes()[full]
     match = _CLASS.fullmatch(full)
-    package = match["module"].partition(".")[0] if match else ""
-    if match is None or package in _NEVER:
+    package = package_of(match["module"]) if match else ""
+    if match is None or package in NEVER:
         raise ModelError(f"{full[:200]!r} is none of the classes of torch.nn that stages may use.")
     if package not in allowed.packages:
         raise ModelError(
@@ -282,34 +319,29 @@ def find_class(full: str, sources: dict[str, str], allowed: Allowed) -> type[nn.
     module = match["module"]
     file, digest = source_of(module)
     if digest != sources.get(module):
-        raise ModelError(
-            f"{full}: {file} is not the same as the boss's {module}. Bring both to the same "
-            "version."
-        )
+        raise ModelError(f"{full}: {_differs(file, module)}")
     try:
         found: Any = vars(importlib.import_module(module)).get(match["name"])
     except Exception as error:  # the module is the user's: it may raise anything
         raise ModelError(f"{full}: importing {module} failed: {error!r}") from error
+    finally:
+        _remember(sources, allowed)
     # Not what it has only imported itself: os.system is in many a module, under a name of its own.
     is_module = isinstance(found, type) and issubclass(found, nn.Module)
     if is_module and (found.__module__, found.__qualname__) == (module, match["name"]):
         kind: type[nn.Module] = found
+        _check_bases(kind, full, sources)
         return kind
     raise ModelError(f"{full}: {file} defines no such class of nn.Module.")
 
 
-def source_of(module: str) -> tuple[Path, str]:
-    """The file that defines a module, and its digest. The module is not executed for this."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except Exception as error:  # packages around it are imported
-        raise ModelError(f"the module {module} cannot be found: {error!r}") from error
-    if spec is None:
-        raise ModelError(f"there is no module {module} here; install it, or set PYTHONPATH.")
-    if not spec.has_location or spec.origin is None:
-        raise ModelError(f"{module} has no source file to compare.")
-    file = Path(spec.origin)
-    try:
-        return file, hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ModelError(f"{file}, the source of {module}, cannot be read: {error}") from error
+def _check_bases(kind: type, full: str, sources: dict[str, str]) -> None:
+    """Bases may be of packages that are not allowed: they are loaded now, whoever allowed it."""
+    faults = []
+    for module in dict.fromkeys(base.__module__ for base in kind.__mro__):
+        if package_of(module) not in NEVER:
+            file, digest = source_of(module)
+            if digest != sources.get(module):
+                faults.append(f"{full}: {_differs(file, module)}")
+    if faults:
+        raise ModelError(faults)

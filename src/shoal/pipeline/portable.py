@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from shoal.errors import ModelError
 from shoal.pipeline import known, literals
 from shoal.pipeline.literals import Literal, NotPlain
+from shoal.pipeline.sources import sources_of
 from shoal.pipeline.steps import Step, steps_of
 from shoal.wire.tree import DTYPE_NAMES
 
@@ -67,7 +68,8 @@ class Data(_Data, frozen=True):
     modules: list[ModuleData]
     """The last one is the root."""
     sources: dict[str, str]
-    """Of modules that define classes of the user's: digests of their files."""
+    """Of modules that define classes of the user's, or are imported there: digests of their files
+    (sources.py)."""
     training: list[Step]
     evaluating: list[Step] | None = None
     """None: the same."""
@@ -150,6 +152,7 @@ class _Writer:
         self.modules: list[ModuleData] = []
         self.sources: dict[str, str] = {}
         self.faults: list[str] = []
+        self._of_kinds: dict[type[nn.Module], str] = {}
         self._of_tensors: dict[int, int] = {}
         self._of_modules: dict[int, int] = {}
         """Numbers, by id: the caller holds them all."""
@@ -181,14 +184,16 @@ class _Writer:
         return self._of_modules[id(module)]
 
     def _kind(self, module: nn.Module, who: str) -> str:
+        kind = type(module)
         try:
-            name, source = known.name_of_class(type(module))
-            if source:
-                self.sources[source] = known.source_of(source)[1]
+            if kind not in self._of_kinds:
+                name, source = known.name_of_class(kind)
+                self.sources |= sources_of(kind) if source else {}
+                self._of_kinds[kind] = name
         except ModelError as error:
             self.faults.append(f"{who} cannot be sent: {error}")
             return ""
-        return name
+        return self._of_kinds[kind]
 
     def _attributes(self, module: nn.Module, who: str) -> dict[str, Literal]:
         found = {}

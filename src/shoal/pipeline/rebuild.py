@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ def from_data(data: Data, allowed: Allowed) -> StepByStep:
     Raises ModelError. Only what `allowed` names is imported, and only where it is the boss's.
     """
     _check_modules(data.modules)
+    known.check_sources(data.sources, allowed)
     tensors = [_read_tensor(each) for each in data.tensors]
     modules: list[nn.Module] = []
+    find = functools.cache(lambda kind: known.find_class(kind, data.sources, allowed))
     for each in data.modules:
-        made = _new(each.kind, data.sources, allowed) if each.kind else StepByStep()
+        made = _new(each.kind, find) if each.kind else StepByStep()
         try:
             _furnish(made, each, modules, tensors)
         except Exception as error:  # the class may be the user's: it may raise anything
@@ -86,9 +89,9 @@ def _like(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torc
     return tensor.detach().requires_grad_(requires_grad)
 
 
-def _new(kind: str, sources: dict[str, str], allowed: Allowed) -> nn.Module:
+def _new(kind: str, find: Callable[[str], type[nn.Module]]) -> nn.Module:
     """A module that its class has not initialised."""
-    found = known.find_class(kind, sources, allowed)
+    found = find(kind)
     try:
         made = found.__new__(found)
         nn.Module.__init__(made)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import zmq
+import zmq.utils.garbage  # ends at exit: after all who register later, and still send then
 
 from shoal.errors import WireError
 from shoal.wire.front import Front

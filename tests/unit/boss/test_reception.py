@@ -33,7 +33,7 @@ STATUS = Status("laptop", 7, "ann", "train.py", 12, 2, [])
 
 
 def application(who: str, **changes: object) -> Application:
-    made = Application(who, ord(who[0]), "cpu", 2**30, VERSION, "2.13")
+    made = Application(who, ord(who[0]), "cpu", 2**30, VERSION, "2.13", f"id of {who}")
     return msgspec.structs.replace(made, **changes)
 
 
@@ -168,6 +168,68 @@ def test_who_does_not_answer_is_not_hired_again(desk: Desk) -> None:
     desk.call("bert", ready(first["bert"], "bert"))  # it comes late
     assert not desk.reception.are_ready
     assert [card.token for card in desk.settle("bert", "carl").cards] == ["boss", "bert", "carl"]
+
+
+@pytest.mark.parametrize("when", ["before", "hired", "ready", "told"])
+def test_a_worker_that_calls_by_another_connection_is_the_same(desk: Desk, when: str) -> None:
+    """It counted as two, so that there seemed to be enough; both were hired, and one of them never
+    answered: round after round, for ever."""
+    desk.apply("anna")
+    desk.call("anna again", application("anna"))
+    desk.apply("anna")  # which was on the way
+    assert desk.call("anna again", application("anna")) == Wait(1)
+    assert len(desk.reception.present) == 1
+    desk.apply("bert")
+    if when == "before":
+        assert [card.token for card in desk.settle("anna again", "bert").cards[1:]] == [
+            "anna again", "bert",
+        ]  # fmt: skip
+        return
+    offers = desk.hire()
+    if when == "hired":
+        assert desk.call("anna", application("anna")) == offers["anna again"]
+        desk.call("anna again", ready(offers["anna again"], "anna"))  # from before
+        assert len(desk.reception.unready) == 2
+        assert desk.call("anna", application("anna")) == offers["anna again"]
+        desk.call("anna", ready(offers["anna again"], "anna"))
+    else:
+        desk.call("anna again", ready(offers["anna again"], "anna"))
+    assert [each.application.host for each in desk.reception.unready] == ["bert"]
+    assert desk.call("anna", application("anna")) == Wait(1)  # its card is known
+    desk.call("bert", ready(offers["bert"], "bert"))
+    assert desk.reception.are_ready
+    roster, told = desk.reception.roster(OWN, "the boss")
+    assert [caller for caller, _ in told] == [b"anna", b"bert"]
+    assert [card.token for card in roster.cards] == ["boss", "anna", "bert"]
+    if when == "told":
+        assert desk.call("anna again", application("anna")) == roster  # it was not heard
+        desk.reception.dismiss()
+        assert isinstance(desk.apply("anna"), Full)  # it has left, and comes back
+
+
+def test_every_application_is_answered(desk: Desk) -> None:
+    """Who had given its card was told nothing, and took the boss for gone."""
+    desk.apply("anna")
+    desk.apply("bert")
+    desk.call("anna", ready(desk.hire()["anna"], "anna"))
+    assert desk.apply("anna") == Wait(1)
+    desk.reception.release()
+    assert desk.apply("anna") == Wait(0)
+
+
+def test_those_who_were_hired_have_time_and_those_who_took_too_long_are_the_last(
+    desk: Desk,
+) -> None:
+    for who in ("anna", "bert", "carl"):
+        desk.apply(who)
+    desk.call("bert", ready(desk.hire()["bert"], "bert"))
+    desk.now += SILENCE_S + 1
+    desk.apply("carl")
+    desk.apply("bert")
+    assert [each.application.host for each in desk.reception.unready] == ["anna"]
+    desk.apply("anna")
+    desk.reception.release()
+    assert [each.application.host for each in desk.reception.present] == ["bert", "carl", "anna"]
 
 
 def test_two_bosses_number_their_rounds_differently() -> None:

@@ -551,7 +551,7 @@ class Reef:
         return data, tensors, model
 
     def forget(self) -> None:
-        for name in [name for name in sys.modules if name.startswith("reef_net")]:
+        for name in [name for name in sys.modules if name.startswith("reef_")]:
             del sys.modules[name]
         importlib.invalidate_caches()
 
@@ -574,7 +574,10 @@ REEF = Allowed(frozenset({"reef_net"}))
 
 def test_a_class_of_the_users_that_is_allowed(reef: Reef) -> None:
     data, tensors, model = reef.sent()
-    assert data.sources == {"reef_net.gates": hashlib.sha256(GATES.encode()).hexdigest()}
+    assert data.sources == {
+        "reef_net": hashlib.sha256(b"").hexdigest(),
+        "reef_net.gates": hashlib.sha256(GATES.encode()).hexdigest(),
+    }
     made = received(data, REEF)
     assert fill(made, tensors) == []
     assert type(made.get_submodule("1")).__name__ == "Gate"
@@ -605,6 +608,91 @@ def test_a_class_of_the_users_that_is_another_one_here(reef: Reef) -> None:
     assert not reef.is_imported
 
 
+FILES = {
+    "reef_net/gates.py": """
+import os.path
+import reef_net.inner.shapes
+from . import helpers as h
+from .bases import *
+
+class Gate(Base):
+    def forward(self, x):
+        from .later import late
+        return h.twice(super().forward(x)) if x.sum() > 0 else late(x)
+""",
+    "reef_net/bases.py": "from reef_base import Root\nclass Base(Root): pass",
+    "reef_net/helpers.py": "from .inner.numbers import TWO\ndef twice(x): return TWO * x",
+    "reef_net/inner/__init__.py": "",
+    "reef_net/inner/numbers.py": "TWO = 2",
+    "reef_net/inner/shapes.py": "",
+    "reef_net/later.py": "def late(x): return x",
+    "reef_net/script.py": "import reef_net.gates",
+    "reef_base.py": "from torch import nn\nimport reef_other\nclass Root(nn.Identity): pass",
+    "reef_other.py": "",
+}
+"""A class, its bases, and what they are made of; and what they are not made of."""
+OTHERS = {"reef_net.script", "reef_other"}
+
+
+@pytest.fixture
+def files(reef: Reef) -> dict[str, Path]:
+    """By module."""
+    made = {}
+    for name, content in FILES.items():
+        path = reef.folder.parent / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+        made[name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = path
+    return made
+
+
+def sent_gate(reef: Reef) -> Data:
+    script: Any = importlib.import_module("reef_net.script")
+    graph = read(nn.Sequential(script.reef_net.gates.Gate()))
+    data, _ = to_data(stage_module(graph, route(graph, []), 0, training=True))
+    reef.forget()
+    return data
+
+
+def test_all_files_that_make_a_class_are_compared(reef: Reef, files: dict[str, Path]) -> None:
+    """One whose base or helper was another computed something else without a word."""
+    data = sent_gate(reef)
+    assert set(data.sources) == {"reef_net", *files} - OTHERS
+    received(data, REEF)
+    for module, path in files.items():
+        before = path.read_text()
+        path.write_text(f"{before}\n# of another version\n")
+        reef.forget()
+        if module in OTHERS:
+            received(data, REEF)
+        else:
+            assert f"{path} is not the same as the boss's {module}." in refusal(data, REEF)
+            assert reef.is_imported == (module == "reef_base")  # which nobody has allowed
+        path.write_text(before)
+    for module in ("reef_net.helpers", "reef_net.inner"):
+        files[module].write_text("raise AssertionError")
+    reef.forget()
+    refused = refusal(data, REEF)
+    assert str(files["reef_net.helpers"]) in refused
+    assert str(files["reef_net.inner"]) in refused
+
+
+def test_a_file_that_has_changed_on_both_sides_since_it_was_imported(
+    reef: Reef, files: dict[str, Path]
+) -> None:
+    """The worker would compute with what it has in memory."""
+    received(sent_gate(reef), REEF)
+    path, data = files["reef_net.inner.numbers"], sent_gate(reef)
+    received(data, REEF)
+    path.write_text("TWO = 3")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    sources = {**data.sources, "reef_net.inner.numbers": digest}
+    newer = msgspec.structs.replace(data, sources=sources)
+    assert f"{path} has changed since this worker imported it" in refusal(newer, REEF)
+    reef.forget()
+    received(newer, REEF)
+
+
 def test_a_class_of_the_users_that_is_not_here(reef: Reef) -> None:
     data, _, _ = reef.sent()
     reef.file.unlink()
@@ -612,7 +700,10 @@ def test_a_class_of_the_users_that_is_not_here(reef: Reef) -> None:
     (reef.folder / "__init__.py").unlink()
     reef.folder.rmdir()
     reef.forget()
-    assert "the module reef_net.gates cannot be found" in refusal(data, REEF)
+    assert "there is no module reef_net here" in refusal(data, REEF)
+    only = {"reef_net.gates": data.sources["reef_net.gates"]}
+    refused = refusal(msgspec.structs.replace(data, sources=only), REEF)
+    assert "the module reef_net.gates cannot be found" in refused
 
 
 def test_a_module_that_cannot_be_imported(reef: Reef) -> None:
