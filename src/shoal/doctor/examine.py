@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.doctor.facts import ClockFacts, Facts, HostFacts, Lost, PairFacts
+from shoal.launch.addresses import Site, meeting_address
 from shoal.launch.agents import Agents
 from shoal.launch.fingerprint import fingerprint
 from shoal.launch.hosts import Host
@@ -34,7 +35,6 @@ from shoal.launch.messages import (
     Measured,
     TellTime,
 )
-from shoal.launch.on_hosts import Site, meeting_address
 from shoal.version import VERSION
 
 CLOCK_TRIES = 3

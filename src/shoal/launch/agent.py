@@ -109,14 +109,20 @@ class Agent:
         finally:
             self._is_running.clear()
 
-    def _prepare(self, order: Prepare) -> Prepared:
+    def _prepare(self, order: Prepare) -> Prepared | Refused:
         base = Path(order.folder).expanduser() if order.folder else cache_dir() / "runs"
-        base.mkdir(parents=True, exist_ok=True)
         self._folder = (base / order.run).absolute()
-        self._folder.mkdir(mode=0o700)
         code, results = self._folder / "code", self._folder / "results"
-        for each in (code, results):
-            each.mkdir()
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700)
+            for each in (code, results):
+                each.mkdir()
+        except OSError as error:
+            return Refused(
+                reason=f"no folder for this run can be made in {base} ({error.strerror}). Give one "
+                'that this user may write: folder = "PATH" in hosts.toml.'
+            )
         return Prepared(code=str(code), results=str(results))
 
     def _start(self, order: Start) -> None:

@@ -34,7 +34,7 @@ class Loss:
 
 def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> Loss:
     """Of a host whose agent has ended with this exit code."""
-    name, another = host.name, host.advise('python = "PATH"')
+    name, line = host.name, host.advise('python = "PATH"')
     if was_up:
         return Loss(name, "the connection to it ended, and its ranks with it.", said)
     if not by_ssh:
@@ -44,16 +44,16 @@ def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> 
         remedy = f"Install it: {host.install_command}"
         if host.python:
             what = f"the Python that {host.file} gives for it has no shoal."
-            remedy = f"Install it into that one: {host.install_command}\nOr {another}"
+            remedy = f"Install it into that one: {host.install_command}\nOr give another: {line}"
         return Loss(name, what, said, remedy, part="shoal")
     if code == BAD_PYTHON:
-        remedy = f"Mend it there, or {another}"
+        remedy = f"Mend it there, or give another: {line}"
         return Loss(name, "its Python does not start.", said, remedy, part="python")
     if code == NO_PYTHON:
-        what, remedy = "there is no Python on it.", f"Install one there, or {another}"
+        what, remedy = "there is no Python on it.", f"Install one there, or say where it is: {line}"
         if host.python:
             what = f"the Python that {host.file} gives for it does not exist there."
-            remedy = f"Give one that does: {another}"
+            remedy = f"Give one that does: {line}"
         return Loss(name, what, said, remedy, part="python")
     if code == SSH_FAILED:
         return Loss(name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))

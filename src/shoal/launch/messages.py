@@ -176,6 +176,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mtu: int = 0
     fault: str = ""
     """Why there is no address."""
+    all_here: str = ""
+    """Interfaces and addresses that it has, in words."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
