@@ -17,6 +17,8 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run: str
     folder: str | None
     """In here; None: in the cache."""
+    needed_bytes: int
+    """That must be free there."""
 
 
 class FindPort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -119,8 +121,6 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seen_from: str
     """The launcher's address as this host sees it."""
     cores: int
-    free_bytes: int
-    """Of the disk that its runs are on."""
     has_rsync: bool
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shoal.errors import MeetingError
 from shoal.launch.addresses import Site, meeting_address, with_interfaces
 from shoal.launch.agents import Agents
 from shoal.launch.copying import Copy, can_rsync, copy_all
@@ -21,7 +20,6 @@ from shoal.launch.local import stop_signals
 from shoal.launch.messages import (
     Clean,
     FindPort,
-    Here,
     Line,
     Port,
     Prepare,
@@ -101,10 +99,11 @@ def _prepare(
 ) -> list[Site]:
     hellos = agents.hellos()
     others = [host for host in hosts if not agents.is_here(host)]
-    if full := [host for host in others if hellos[host.name].free_bytes < NEEDED_BYTES]:
-        raise MeetingError("\n".join(_full(host, hellos[host.name]) for host in full))
     run = f"{run_folder.name}-{secrets.token_hex(4)}"
-    orders = {host.name: Prepare(run=run, folder=host.folder) for host in others}
+    orders = {
+        host.name: Prepare(run=run, folder=host.folder, needed_bytes=NEEDED_BYTES)
+        for host in others
+    }
     made = agents.ask_each(orders, Prepared)
     sites, copies = [], []
     for host in hosts:
@@ -120,14 +119,6 @@ def _prepare(
         sites.append(Site(host, hello, False, place, folders.results))
     copy_all(copies)
     return sites
-
-
-def _full(host: Host, hello: Here) -> str:
-    other = host.advise('folder = "PATH"')
-    return (
-        f"{host.name}: {hello.free_bytes // 2**20} MiB are free on its disk, and a run needs "
-        f"{NEEDED_BYTES // 2**20}. Free some, or {other} on another disk."
-    )
 
 
 def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:

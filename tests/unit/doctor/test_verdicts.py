@@ -22,7 +22,7 @@ def well(name: str, **host: object) -> HostFacts:
         is_here=name == "laptop",
         hello=Here(
             host=name, pid=1, python="/usr/bin/python3", python_version="3.11.7", shoal="1.0",
-            torch="2.10.0", seen_as=address, seen_from="10.77.0.1", cores=4, free_bytes=2**40,
+            torch="2.10.0", seen_as=address, seen_from="10.77.0.1", cores=4,
             has_rsync=True,
         ),
         clock=ClockFacts(offset_s=0.01, round_trip_s=0.02),

@@ -18,7 +18,7 @@ from shoal.version import VERSION
 
 HERE = Here(
     host="a", pid=1, python="/opt/python", python_version="3.11.7", shoal=VERSION, torch="2.10.0",
-    seen_as="", seen_from="", cores=4, free_bytes=2**40, has_rsync=True,
+    seen_as="", seen_from="", cores=4, has_rsync=True,
 )  # fmt: skip
 A, B, C = (Host(name=name) for name in "abc")
 
