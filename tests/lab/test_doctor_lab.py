@@ -148,6 +148,20 @@ def test_a_stopped_sshd(lab: Lab) -> None:
     assert visit.way("desktop", "laptop")["cells"]["port"]["verdict"] == "unknown"
 
 
+def test_pythons_that_cannot_be_used(lab: Lab, tmp_path: Path) -> None:
+    """ssh is not to blame."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho libfoo.so: cannot open >&2\nexit 127\n")
+    python.chmod(0o755)
+    lines = {"desktop": f'python = "{python}"', "server": 'python = "/nope/python"'}
+    visit = doctor(lab, "--hosts", hosts_toml(tmp_path, lines))
+    bad = visit.bad()
+    assert set(bad) == {"desktop, python", "server, python"}
+    assert f"{python} ended with exit code 127: libfoo.so: cannot open" in bad["desktop, python"]
+    assert "does not exist there. no program there: /nope/python" in bad["server, python"]
+    assert visit.host("desktop")["cells"]["ssh"]["verdict"] == "ok"
+
+
 def test_other_versions(lab: Lab, tmp_path: Path) -> None:
     """Of torch on the desktop, of shoal on the server."""
     for name in ("desktop", "server"):
@@ -167,7 +181,7 @@ def test_other_versions(lab: Lab, tmp_path: Path) -> None:
     assert "it has torch 1.2.3, laptop has " in bad["desktop, torch"]
     assert "-m pip install torch==" in bad["desktop, torch"]
     assert "it has shoal 0.0.1, this host has " in bad["server, shoal"]
-    assert "shoal hosts install server" in bad["server, shoal"]
+    assert f"shoal hosts install server --hosts {tmp_path}" in bad["server, shoal"]
 
 
 def test_another_clock_and_other_code(lab: Lab, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import os, pathlib, socket, sys
 print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", socket.gethostname(), *sys.argv[1:])
 print(pathlib.Path("beside.txt").read_text())
 print("cwd", os.getcwd(), file=sys.stderr)
+print("earlier", *pathlib.Path().rglob("earlier.txt"))
 (pathlib.Path(os.environ["SHOAL_RESULTS"]) / f"of{os.environ['RANK']}.txt").write_text("kept")
 """
 WAIT = """
@@ -157,6 +158,17 @@ def run_folder(project: Path) -> Path:
     return folder
 
 
+OUT = "my runs/of [this]"
+
+
+def leave_earlier_results(project: Path) -> None:
+    """Of a run whose folder is inside the project; and a file that is none of them."""
+    folder = project / OUT / "20260101-120000-hello"
+    folder.mkdir(parents=True)
+    for each in (folder, project):
+        (each / "earlier.txt").write_text("kept")
+
+
 def test_a_script_on_three_hosts(lab: Lab, launch: Launch, project: Path) -> None:
     run = launch("run", "--hosts", "laptop,desktop:2,server", "hello.py", "--its", "own")
     assert run.end() == 0, run.said
@@ -281,9 +293,12 @@ def test_hosts_that_cannot_be_used_are_told_of(lab: Lab, launch: Launch, project
 
     desktop.stop_sshd()
     try:
-        assert "desktop: ssh desktop failed" in (told := failed("laptop,desktop"))
+        told = failed("laptop,desktop,printer")
+        assert "desktop: ssh desktop failed" in told
         assert "Connection refused" in told
         assert "systemctl" in told
+        assert "Could not resolve" in told
+        assert "/etc/hosts" in told
     finally:
         desktop.start_sshd()
     desktop.forget_key()
@@ -292,17 +307,44 @@ def test_hosts_that_cannot_be_used_are_told_of(lab: Lab, launch: Launch, project
         assert "ssh-copy-id desktop" in told
     finally:
         desktop.accept_key()
-    assert "Could not resolve" in (told := failed("laptop,printer"))
-    assert "/etc/hosts" in told
-    (project / "hosts.toml").write_text('[hosts.laptop]\n[hosts.desktop]\npython = "/bin/false"\n')
-    assert "shoal hosts install desktop" in failed("hosts.toml")
+
+    def failed_with(words: tuple[str, ...], **lines: str) -> str:
+        text = "".join(f"[hosts.{name}]\n{line}\n" for name, line in lines.items())
+        (project / "hosts.toml").write_text(text)
+        run = launch(*words, "--hosts", "hosts.toml", *(["hello.py"] if words == ("run",) else []))
+        assert run.end() in (1, 2), run.said
+        assert "Traceback" not in run.err
+        return run.err
+
+    python = project.parent / "python"
+    python.write_text("#!/bin/sh\necho libfoo.so: cannot open >&2\nexit 127\n")
+    python.chmod(0o755)
+    told = failed_with(("run",), desktop=f'python = "{python}"', server='python = "/nope/python"')
+    assert f"desktop: its Python does not start.\n  {python} ended with exit code 127" in told
+    assert "libfoo.so: cannot open" in told
+    assert "server: the Python that hosts.toml gives for it does not exist there" in told
+    told = failed_with(("run",), desktop='folder = "/proc/x"', server='folder = "/proc/y"')
+    assert "desktop: no folder for this run can be made in /proc/x (No such file" in told
+    assert "server: no folder for this run can be made in /proc/y" in told
+    words = ("train", *TRAIN)
+    told = failed_with(words, desktop='address = "10.99.0.1"', server='interface = "nix"')
+    assert 'desktop: address = "10.99.0.1": is no address of its own' in told
+    assert "server: There is no interface 'nix' on server" in told
+    words = ("train", "--data", "mnist", "--data-dir", "/nodata", "--threads", "1")
+    told = failed_with(words, desktop="")
+    assert "rank 0 (desktop, pid " in told
+    assert "data folder /nodata: there is no such folder" in told
     nothing_is_left(lab)
 
 
 def test_workers_of_a_boss_with_keys_that_nobody_made(
     lab: Lab, launch: Launch, project: Path
 ) -> None:
-    workers = launch("worker", "--hosts", "desktop,server", "--boss", ":1024", "--threads", "1")
+    """On the devices that the file gives: there is no GPU."""
+    lines = [f'[hosts.{name}]\ndevice = "cpu"\n' for name in ("desktop", "server")]
+    (project / "hosts.toml").write_text("".join(lines))
+    words = ("--boss", ":1024", "--threads", "1", "--device", "cuda")
+    workers = launch("worker", "--hosts", "hosts.toml", *words)
     home = lab["laptop"].home / ".config/shoal"
     workers.until(lambda: (home / "authorized_keys").exists())
     python = lab.command("laptop", "env", "-C", str(project), sys.executable, "boss.py")
@@ -315,6 +357,7 @@ def test_workers_of_a_boss_with_keys_that_nobody_made(
     workers.until_says("has left")
     workers.interrupt()
     assert (home / "authorized_keys").read_text() == ""
+    assert not list(home.glob("*.lock"))
     assert (home / "key").stat().st_mode & 0o777 == 0o600
     nothing_is_left(lab)
 
@@ -322,19 +365,32 @@ def test_workers_of_a_boss_with_keys_that_nobody_made(
 def test_a_file_that_the_hosts_wrote_themselves(launch: Launch, project: Path) -> None:
     made = launch("hosts", "init", "laptop", "desktop:2")
     assert made.end() == 0, made.said
-    run = launch("run", "--hosts", "hosts.toml", "hello.py")
+    leave_earlier_results(project)
+    script = str(project / "hello.py")
+    run = launch("run", "--hosts", "hosts.toml", "--out", OUT, script)
     assert run.end() == 0, run.said
     assert "[desktop 2] 2 of 3 on desktop" in run.out
+    for rank in (1, 2):
+        assert f"[desktop {rank}] earlier earlier.txt\n" in run.out
     again = launch("hosts", "init", "laptop")
     assert again.end() == 2
     assert "hosts.toml is there already" in again.err
 
 
-def test_shoal_where_there_was_none(lab: Lab, launch: Launch) -> None:
-    """Without what it needs, which would come over a network that these hosts do not have."""
-    run = launch("hosts", "install", "desktop", "--pip", "--no-deps --no-index")
-    assert run.end() == 0, run.said
+def test_shoal_where_there_was_none(lab: Lab, launch: Launch, project: Path) -> None:
+    """Without what it needs, which would come over a network that these hosts do not have.
+
+    A host that cannot be reached does not keep it from the others."""
+    pip = ("--pip", "--no-deps --no-index")
+    (project / "hosts.toml").write_text('[hosts.box]\nssh = "root@desktop"\n[hosts.printer]\n')
+    run = launch("hosts", "install", "--hosts", "hosts.toml", *pip)
+    assert run.end() == 1, run.said
+    assert "shoal: printer: ssh printer failed.\n  ssh: Could not resolve hostname" in run.err
+    assert "/etc/hosts" in run.err
     python = lab["desktop"].home / ".local/share/shoal/venv/bin/python"
+    (project / "hosts.toml").write_text(f'[hosts.box]\nssh = "root@desktop"\npython = "{python}"\n')
+    run = launch("hosts", "install", "box", "--hosts", "hosts.toml", *pip)
+    assert run.end() == 0, run.said
     found = lab["desktop"].run(str(python), "-c", "import shoal.version as v; print(v.VERSION)")
     assert found.stdout.split() == [VERSION], found.stderr
 
@@ -348,7 +404,10 @@ def test_by_tar_where_there_is_no_rsync(lab: Lab, launch: Launch, project: Path)
             if tool.name != "rsync" and not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
     command = lab.command("laptop", "env", "-C", str(project), f"PATH={tools}", *SHOAL)
-    run = Running(project.parent / "by-tar", [*command, "run", "--hosts", "desktop", "hello.py"])
+    leave_earlier_results(project)
+    words = ("run", "--hosts", "desktop", "--out", OUT, "hello.py")
+    run = Running(project.parent / "by-tar", [*command, *words])
     assert run.end() == 0, run.said
+    assert "[desktop 0] earlier earlier.txt\n" in run.out
     assert "[desktop 0] this came along" in run.out
     assert not psutil.pid_exists(run.process.pid)

@@ -13,6 +13,7 @@ from shoal.launch.agents import Agents
 from shoal.launch.hosts import Host, read_hosts
 from shoal.launch.installing import install as install_on
 from shoal.launch.messages import Here
+from shoal.settings import unknown
 
 hosts_app = typer.Typer(
     name="hosts",
@@ -48,16 +49,40 @@ def init(
 
 @hosts_app.command()
 def install(
-    names: Names,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[HOST...]", help="As you type them for ssh; with --hosts: which of its hosts."
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(help="The path of a hosts.toml. Without HOST: on all hosts of it."),
+    ] = None,
     pip: Annotated[
         str, typer.Option(help="More words for pip there, for example --pip '--index-url URL'.")
     ] = "",
 ) -> None:
-    """Install this version of shoal, with the torch that is here, in a venv on each host.
+    """Install this version of shoal, with the torch that is here, in a venv on each host; or for
+    the python that the hosts.toml gives.
 
     shoal hosts install desktop
+
+    shoal hosts install desktop --hosts hosts.toml
     """
-    install_on(read_hosts(",".join(names)), shlex.split(pip), typer.echo)
+    install_on(_chosen(names or [], hosts), shlex.split(pip), typer.echo)
+
+
+def _chosen(names: list[str], hosts: str | None) -> list[Host]:
+    if hosts is None:
+        if not names:
+            raise SettingsError(["say on which hosts: HOST..., or --hosts hosts.toml."])
+        return read_hosts(",".join(names))
+    found = {host.name: host for host in read_hosts(hosts)}
+    faults = [f for name in names for f in unknown(f"--hosts {hosts}: host", name, found)]
+    if faults:
+        raise SettingsError(faults)
+    return [found[name] for name in names] or list(found.values())
 
 
 def _table(host: Host, hello: Here) -> str:

@@ -11,10 +11,11 @@ import msgspec
 import typer
 
 from shoal.cli.order import RankOrder
+from shoal.launch.addresses import Site
 from shoal.launch.hosts import Host
 from shoal.launch.local import EVENTS_FD, Interrupted
 from shoal.launch.messages import RankTask
-from shoal.launch.on_hosts import Site, Watcher, run_on_hosts
+from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe, end_in
 from shoal.rendezvous.ways import Way, variables_of
 from shoal.report import events
@@ -89,9 +90,7 @@ def _train(
             own = msgspec.structs.replace(
                 settings, folder=site.results, device=site.host.device or settings.device
             )
-            order = RankOrder(
-                settings=own, way=way, interface=site.host.interface, address=site.host.address
-            )
+            order = RankOrder(settings=own, way=way, interface=site.interface)
             arguments = ["-m", "shoal.cli.rank", EVENTS_FD, msgspec.json.encode(order).decode()]
             quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
             tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=quiet))
@@ -111,6 +110,7 @@ def _train(
         cause = run_on_hosts(
             hosts, folder, make_tasks, Watcher(on_line, on_event, notify),
             project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=keys,
+            uses_interfaces=True,
         )  # fmt: skip
     except Interrupted as interrupted:
         return interrupted.exit_code

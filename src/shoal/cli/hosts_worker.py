@@ -9,11 +9,13 @@ from pathlib import Path
 
 import typer
 
+from shoal.cli.hosts_run import owners
 from shoal.errors import SettingsError
+from shoal.launch.addresses import Site
 from shoal.launch.hosts import Host
 from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
-from shoal.launch.on_hosts import Site, Watcher, run_on_hosts
+from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe
 from shoal.rendezvous.ways import Way
 from shoal.report.run_folder import make_folder
@@ -34,6 +36,7 @@ def workers_on_hosts(
     boss: str,
     options: list[str],
     *,
+    device: str,
     threads: int | None,
     insecure: bool,
     sync: bool,
@@ -51,8 +54,11 @@ def workers_on_hosts(
         def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
             where = f"{_this_host(sites)}{boss}" if boss.startswith(":") else boss
             arguments = ["-m", "shoal", "worker", "--boss", where, *words, *options]
-            count = sum(site.host.slots for site in sites)
-            return [RankTask(rank=n, arguments=arguments, environment={}) for n in range(count)]
+            devices = [site.host.device or device for site in owners(sites)]
+            return [
+                RankTask(rank=n, arguments=[*arguments, f"--device={name}"], environment={})
+                for n, name in enumerate(devices)
+            ]
 
         def show(host: Host, rank: int, stream: str, text: str) -> None:
             print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)

@@ -12,7 +12,5 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settings: TrainSettings
     way: Way
     interface: str | None
-    address: str | None = None
-    """Of this rank's host, where the crew is to use it: a way to name the interface."""
     boss_port: int = 0
     """Where this rank listens as a boss; 0: it is none."""

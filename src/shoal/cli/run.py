@@ -11,9 +11,11 @@ import typer
 from shoal.cli.hosts_run import run_script
 from shoal.cli.options import Hosts, NoSync
 from shoal.errors import SettingsError
+from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import describe
+from shoal.launch.scripts import as_copied
 from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, inherited_environment, variables_of
 from shoal.settings import threads_each
@@ -60,6 +62,16 @@ def run(
         faults.append(f"--threads {threads}: must be at least 1.")
     if not module and not Path(command[0]).is_file():
         faults.append(f"{command[0]}: there is no such script (a module needs -m before it).")
+    elif not module and not no_sync and not all(is_this_host(host) for host in where):
+        copied = as_copied(command[0], Path.cwd())
+        if copied is None:
+            faults.append(
+                f"{command[0]}: is outside of {Path.cwd()}, and only the current folder travels to "
+                "the hosts. Start from a folder that holds it; or say --no-sync, where all hosts "
+                "have both at the same path."
+            )
+        else:
+            command = [copied, *command[1:]]
     if faults:
         raise SettingsError(faults)
     if where:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from shoal.cli.hosts_run import train_on_hosts
 from shoal.cli.options import Hosts, NoSync
 from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
+from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import Host, read_hosts
 from shoal.launch.local import EVENTS_FD, Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import RankEnd, describe, end_in
@@ -161,6 +163,7 @@ def train(
 
     shoal train --init tcp://192.168.0.1:23456 --rank 0 --world-size 2
     """
+    given_workers = workers
     if boss:
         stages, workers, schedule = _of_boss(
             stages, workers, schedule, sync, [init, rank, world_size]
@@ -203,12 +206,7 @@ def train(
         debug=debug,
     )
     if hosts is not None:
-        others: dict[str, object] = {
-            "workers": workers,
-            "init": init,
-            "rank": rank,
-            "world-size": world_size,
-        }
+        others = {"workers": given_workers, "init": init, "rank": rank, "world-size": world_size}
         others |= {"interface": interface, "boss": boss or None}
         where = _plan_hosts(settings, hosts, others)
         with own_stdout(reserve=as_json) as stdout, Terminal(as_json, out=stdout) as terminal:
@@ -262,7 +260,7 @@ def _of_boss(
     return count, count, schedule or "gpipe"
 
 
-def _plan_hosts(settings: TrainSettings, text: str, others: dict[str, object]) -> list[Host]:
+def _plan_hosts(settings: TrainSettings, text: str, others: Mapping[str, object]) -> list[Host]:
     """The hosts of a run; raises with every fault together."""
     faults = [
         f"--{name} cannot be used with --hosts, which says where ranks are started."
@@ -274,7 +272,10 @@ def _plan_hosts(settings: TrainSettings, text: str, others: dict[str, object]) -
         hosts = read_hosts(text)
     except SettingsError as error:
         faults += error.faults
-    faults += check(settings, sum(host.slots for host in hosts) or 1, keeps_folder=True)
+    here = next((host for host in hosts if is_this_host(host)), None)
+    if here is not None and here.device is not None:
+        settings = msgspec.structs.replace(settings, device=here.device)
+    faults += check(settings, sum(host.slots for host in hosts) or 1, is_elsewhere=here is None)
     if faults:
         raise SettingsError(faults)
     return hosts

@@ -67,6 +67,8 @@ def worker(
         faults.append(
             "--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."
         )
+    else:
+        faults += _port_faults(address)
     if threads is not None and threads < 1:
         faults.append(f"--threads {threads}: must be at least 1.")
     if faults:
@@ -75,11 +77,12 @@ def worker(
         from shoal.cli.hosts_worker import workers_on_hosts  # which brings zmq
 
         options = [word for name in allow or [] for word in ("--allow", name)]
-        options += [f"--device={device}"] + ["--once"] * once + ["--quiet"] * quiet
+        options += ["--once"] * once + ["--quiet"] * quiet
         workers_on_hosts(
             read_hosts(hosts),
             address,
             options,
+            device=device,
             threads=threads,
             insecure=insecure,
             sync=not no_sync,
@@ -126,3 +129,11 @@ def worker(
             )
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _port_faults(address: str) -> list[str]:
+    """Here, before anything is started elsewhere."""
+    _, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and not 0 < int(port) < 2**16:
+        return [f"--boss {address}: a port is between 1 and 65535."]
+    return []

@@ -16,10 +16,12 @@ from pathlib import Path
 import msgspec
 
 from shoal.doctor.facts import ClockFacts, Facts, HostFacts, Lost, PairFacts
-from shoal.launch.agents import Agents, Loss
+from shoal.launch.addresses import Site, meeting_address
+from shoal.launch.agents import Agents
 from shoal.launch.fingerprint import fingerprint
 from shoal.launch.hosts import Host
 from shoal.launch.local import stop_signals
+from shoal.launch.loss import Loss
 from shoal.launch.messages import (
     Address,
     Clock,
@@ -33,7 +35,6 @@ from shoal.launch.messages import (
     Measured,
     TellTime,
 )
-from shoal.launch.on_hosts import Site, meeting_address
 from shoal.version import VERSION
 
 CLOCK_TRIES = 3
@@ -207,4 +208,4 @@ def _order_of(host: Host, leader: Host, meeting: str | None) -> tuple[FindAddres
 def _lost(loss: Loss | None) -> Lost | None:
     if loss is None:
         return None
-    return Lost(what=loss.what, said=loss.said.strip(), remedy=loss.remedy)
+    return Lost(what=loss.what, said=loss.said.strip(), remedy=loss.remedy, part=loss.part)

@@ -15,6 +15,8 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
     """By its ssh, or by itself."""
     remedy: str = ""
+    part: str = "ssh"
+    """Which is at fault: ssh, python or shoal."""
 
 
 class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import ipaddress
 
 from shoal.doctor.cells import UNKNOWN, Cell, bad, ok, warning
 from shoal.doctor.facts import Facts, HostFacts
+from shoal.launch.loss import torch_command
 from shoal.launch.on_hosts import NEEDED_BYTES
 
 CLOCK_WARNING_S = 2.0
@@ -32,11 +33,17 @@ def host_cells(facts: Facts, host: HostFacts) -> dict[str, Cell]:
 
 
 def _ssh(host: HostFacts) -> Cell:
-    if host.lost is None:
-        return ok("here" if host.is_here else "ok")
+    return _lost(host, "ssh") or ok("here" if host.is_here else "ok")
+
+
+def _lost(host: HostFacts, part: str) -> Cell | None:
+    """Where this part of a host is why it is lost."""
+    if host.lost is None or host.lost.part != part:
+        return None
     text = "failed" if host.hello is None else "lost"
     said = " ".join(host.lost.said.split())
-    return bad(text, f"{host.lost.what} {said}".strip(), host.lost.remedy)
+    remedy = " ".join(host.lost.remedy.split("\n"))
+    return bad(text, f"{host.lost.what} {said}".strip(), remedy)
 
 
 # -- versions --------------------------------------------------------------------------------------
@@ -44,14 +51,14 @@ def _ssh(host: HostFacts) -> Cell:
 
 def _shoal(facts: Facts, host: HostFacts) -> Cell:
     if host.hello is None:
-        return UNKNOWN
+        return _lost(host, "shoal") or UNKNOWN
     found = host.hello.shoal
     if found == facts.shoal:
         return ok(found)
     return bad(
         found,
         f"it has shoal {found}, this host has {facts.shoal}; all must have the same.",
-        f"shoal hosts install {host.name}",
+        host.host.install_command,
     )
 
 
@@ -60,9 +67,7 @@ def _torch(facts: Facts, host: HostFacts) -> Cell:
         return UNKNOWN
     known = [each.hello.torch for each in facts.hosts if each.hello and each.hello.torch]
     wanted, found = (known[0] if known else "", host.hello.torch)
-    install = f"on {host.name}: {host.hello.python} -m pip install torch" + f"=={wanted}" * bool(
-        wanted
-    )
+    install = f"on {host.name}: {torch_command(host.hello.python, wanted)}"
     if not found:
         return bad("none", "torch is not installed there.", install)
     if found == wanted:
@@ -75,7 +80,7 @@ def _torch(facts: Facts, host: HostFacts) -> Cell:
 
 def _python(facts: Facts, host: HostFacts) -> Cell:
     if host.hello is None:
-        return UNKNOWN
+        return _lost(host, "python") or UNKNOWN
     found = host.hello.python_version
     first = next(each for each in facts.hosts if each.hello)
     assert first.hello is not None
@@ -233,10 +238,11 @@ def _cores(host: HostFacts) -> Cell:
     cores, slots = host.hello.cores, host.host.slots
     if slots <= cores:
         return ok(str(cores))
+    fewer = host.host.advise(f"slots = {cores}") if host.host.file else f"{host.name}:{cores}"
     return warning(
         str(cores),
         f"{slots} ranks would share {cores} cores.",
-        f"give it fewer: {host.name}:{cores}",
+        f"give it fewer: {fewer}",
     )
 
 

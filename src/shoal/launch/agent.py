@@ -109,14 +109,27 @@ class Agent:
         finally:
             self._is_running.clear()
 
-    def _prepare(self, order: Prepare) -> Prepared:
+    def _prepare(self, order: Prepare) -> Prepared | Refused:
         base = Path(order.folder).expanduser() if order.folder else cache_dir() / "runs"
-        base.mkdir(parents=True, exist_ok=True)
         self._folder = (base / order.run).absolute()
-        self._folder.mkdir(mode=0o700)
         code, results = self._folder / "code", self._folder / "results"
-        for each in (code, results):
-            each.mkdir()
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(base).free
+            if free < order.needed_bytes:
+                return Refused(
+                    reason=f"{free // 2**20} MiB are free on the disk of {base}, and a run needs "
+                    f"{order.needed_bytes // 2**20}. Free some, or give one on another disk: "
+                    'folder = "PATH" in hosts.toml.'
+                )
+            self._folder.mkdir(mode=0o700)
+            for each in (code, results):
+                each.mkdir()
+        except OSError as error:
+            return Refused(
+                reason=f"no folder for this run can be made in {base} ({error.strerror}). Give one "
+                'that this user may write: folder = "PATH" in hosts.toml.'
+            )
         return Prepared(code=str(code), results=str(results))
 
     def _start(self, order: Start) -> None:
@@ -189,9 +202,6 @@ class Agent:
 
 def _here() -> Here:
     seen_from, seen_as = ends_of_ssh()
-    cache = cache_dir()
-    while not cache.exists():
-        cache = cache.parent
     return Here(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -202,7 +212,6 @@ def _here() -> Here:
         seen_as=seen_as,
         seen_from=seen_from,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        free_bytes=shutil.disk_usage(cache).free,
         has_rsync=shutil.which("rsync") is not None,
     )
 

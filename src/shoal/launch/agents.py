@@ -9,14 +9,14 @@ Whoever closes these pipes, or dies, ends all ranks everywhere: the agents see t
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from shoal.closing import Closing
 from shoal.errors import MeetingError, RunFailed
 from shoal.launch.hosts import Host
 from shoal.launch.local import CAUSE_GRACE_S, die_with_parent
+from shoal.launch.loss import Loss, loss_of, version_faults
 from shoal.launch.messages import (
     Alive,
     Done,
@@ -43,8 +44,7 @@ from shoal.launch.messages import (
 )
 from shoal.launch.outcome import RankEnd, cause_of
 from shoal.launch.output import Lines
-from shoal.launch.ssh import NO_SHOAL, find_python, ssh_argv
-from shoal.version import VERSION
+from shoal.launch.ssh import find_python, ssh_argv
 
 START_S = 60.0
 """How long a host may take to answer."""
@@ -55,21 +55,6 @@ ENDING_S = 3.0
 AGENT = "shoal.launch.agent"
 
 Answer = TypeVar("Answer", bound=Report)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a host is not with us."""
-
-    host: str
-    what: str
-    said: str = ""
-    """By its ssh, or by itself; each line begins on a new one."""
-    remedy: str = ""
-
-    @property
-    def text(self) -> str:
-        return f"{self.host}: {self.what}{self.said}" + (f"\n{self.remedy}" if self.remedy else "")
 
 
 @dataclass(eq=False)
@@ -96,6 +81,7 @@ class Agents(Closing):
 
     def __init__(self, hosts: Sequence[Host], *, keep_going: bool = False) -> None:
         self._keep_going = keep_going
+        self._is_gathering = False
         self.lost: dict[str, Loss] = {}
         self.with_results: list[Host] = []
         """Hosts, not this one, on which ranks left something to be fetched."""
@@ -111,7 +97,7 @@ class Agents(Closing):
             raise
 
     def _begin(self, host: Host) -> None:
-        is_here = _is_this_host(host)
+        is_here = is_this_host(host)
         if is_here:
             argv = [sys.executable, "-m", AGENT]
         else:
@@ -136,17 +122,20 @@ class Agents(Closing):
     def hellos(self) -> dict[str, Here]:
         """By host, when all are up; with the same shoal and the same torch."""
         found = self.arrivals()
-        _check_versions(found)
+        if faults := version_faults([agent.host for agent in self._here()], found):
+            raise MeetingError("\n".join(faults))
         return found
 
     def arrivals(self) -> dict[str, Here]:
         """By host, when all are up or lost."""
         deadline = time.monotonic() + START_S
-        while missing := [a for a in self._here() if a.hello is None]:
-            if time.monotonic() > deadline:
-                what = f"nothing was heard from its agent for {START_S:g} s."
-                self._lose(missing[0], Loss(missing[0].host.name, what, _said(missing[0])))
-            self._turn()
+        with self._losses_together():
+            while missing := [a for a in self._here() if a.hello is None]:
+                if time.monotonic() > deadline:
+                    what = f"nothing was heard from its agent for {START_S:g} s."
+                    for agent in missing:
+                        self._lose(agent, Loss(agent.host.name, what, _said(agent)))
+                self._turn()
         return {agent.host.name: agent.hello for agent in self._agents if agent.hello}
 
     def is_here(self, host: Host) -> bool:
@@ -162,6 +151,12 @@ class Agents(Closing):
         self, orders: Mapping[str, Order], kind: type[Answer], limit_s: float = 30.0
     ) -> dict[str, Answer]:
         """All at the same time; by host. Without those that are lost."""
+        with self._losses_together():
+            return self._ask_each(orders, kind, limit_s)
+
+    def _ask_each(
+        self, orders: Mapping[str, Order], kind: type[Answer], limit_s: float
+    ) -> dict[str, Answer]:
         asked = [agent for agent in self._here() if agent.host.name in orders]
         for agent in asked:
             self._tell(agent, orders[agent.host.name])
@@ -177,7 +172,8 @@ class Agents(Closing):
                 return answers
             if time.monotonic() > deadline:
                 what = f"no answer within {limit_s:g} s."
-                self._lose(waiting[0], Loss(waiting[0].host.name, what, _said(waiting[0])))
+                for agent in waiting:
+                    self._lose(agent, Loss(agent.host.name, what, _said(agent)))
             else:
                 self._turn()
 
@@ -231,8 +227,19 @@ class Agents(Closing):
     def _here(self) -> list[_Agent]:
         return [agent for agent in self._agents if agent.host.name not in self.lost]
 
+    @contextmanager
+    def _losses_together(self) -> Iterator[None]:
+        """Whoever is lost meanwhile is told of at the end, with all others that are."""
+        self._is_gathering = True
+        try:
+            yield
+        finally:
+            self._is_gathering = False
+        if self.lost and not self._keep_going:
+            raise RunFailed("\n".join(loss.text for loss in self.lost.values()))
+
     def _lose(self, agent: _Agent, loss: Loss) -> None:
-        if not self._keep_going:
+        if not self._keep_going and not self._is_gathering:
             raise RunFailed(loss.text)
         self.lost.setdefault(agent.host.name, loss)
         agent.is_done = True
@@ -334,65 +341,23 @@ class Agents(Closing):
         self._selector.close()
 
 
-def _is_this_host(host: Host) -> bool:
+def is_this_host(host: Host) -> bool:
     """No ssh is needed to come here: by our own name, or a loopback's."""
     if host.ssh and host.ssh != host.name:
         return False
     return host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
-def _check_versions(hellos: dict[str, Here]) -> None:
-    first = next(iter(hellos))
-    own = hellos[first]
-    for name, hello in hellos.items():
-        if hello.shoal != VERSION:
-            raise MeetingError(
-                f"{name} has shoal {hello.shoal}, this host has {VERSION}: install the same "
-                f"({hello.python} -m pip install shoal=={VERSION}, or shoal hosts install {name})."
-            )
-        if hello.torch != own.torch:
-            raise MeetingError(
-                f"{name} has torch {hello.torch or '(none)'}, {first} has {own.torch}: install the "
-                f"same on both ({hello.python} -m pip install torch=={own.torch})."
-            )
-
-
 def _loss(agent: _Agent) -> Loss:
-    code, name = agent.process.returncode, agent.host.name
-    said = _said(agent)
-    if code == NO_SHOAL:
-        what, remedy = "shoal is not installed there.", f"Install it: shoal hosts install {name}"
-        return Loss(name, what, said, remedy)
-    if code == 255 and agent.hello is None and not agent.is_here:
-        what = f"ssh {agent.host.target} failed."
-        return Loss(name, what, said, _remedy(said, agent.host))
-    if agent.hello is None:
-        return Loss(name, f"its agent ended at once (exit code {code}).", said)
-    return Loss(name, "the connection to it ended, and its ranks with it.", said)
+    return loss_of(
+        agent.host,
+        agent.process.returncode,
+        _said(agent),
+        was_up=agent.hello is not None,
+        by_ssh=not agent.is_here,
+    )
 
 
 def _said(agent: _Agent) -> str:
     tail = [line for line in agent.lines["stderr"].tail if line.strip()]
     return "".join(f"\n  {line}" for line in tail)
-
-
-def _remedy(said: str, host: Host) -> str:
-    if "Permission denied" in said:
-        return f"Make your key known there: ssh-copy-id {host.target}"
-    if "Host key verification failed" in said:
-        return f"Connect once by hand, and compare its key: ssh {host.target}"
-    if "Could not resolve" in said:
-        return (
-            f"The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
-            f'"ADDRESS" for {host.name} in a hosts.toml.'
-        )
-    if "Connection refused" in said:
-        return "No ssh server runs there. Start it there: sudo systemctl enable --now ssh"
-    if re.search(r"Connection to \S+ port \d+ timed out", said):  # not "connect to": it did
-        return (
-            "The connection came about, and then large packets were lost: a smaller MTU on the "
-            "way? Try there: sudo ip link set dev INTERFACE mtu 1280"
-        )
-    if "timed out" in said or "No route to host" in said:
-        return f"Is it switched on, and on this network? Try: ping {host.target}"
-    return f"Try it by hand: ssh {host.target} true"

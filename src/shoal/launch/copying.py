@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from shoal.errors import RunFailed
 from shoal.launch.hosts import Host
 from shoal.launch.local import die_with_parent
 from shoal.launch.ssh import ssh_argv
+from shoal.report.run_folder import RUN_FOLDERS
 
 IGNORED = (
     ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "*.pyc", "*.egg-info", ".eggs",
@@ -34,6 +36,8 @@ class Copy:
     there: str
     by_rsync: bool
     is_back: bool = False
+    out: Path | None = None
+    """Where run folders are made: those of this run and of earlier ones stay at home."""
 
 
 def ignored(folder: Path) -> list[str]:
@@ -74,6 +78,17 @@ def _what(copy: Copy) -> str:
     return f"copying {copy.there} from it" if copy.is_back else f"copying {copy.here} to it"
 
 
+def run_folders(copy: Copy) -> list[str]:
+    """Where in the folder they are, as a pattern; none if they are elsewhere."""
+    if copy.out is None or copy.is_back:
+        return []
+    out, here = copy.out.resolve(), copy.here.resolve()
+    if not out.is_relative_to(here):
+        return []
+    parts = [glob.escape(part) for part in out.relative_to(here).parts]
+    return ["/".join([*parts, RUN_FOLDERS])]
+
+
 def _begin(copy: Copy) -> subprocess.Popen[bytes]:
     names = [] if copy.is_back else ignored(copy.here)
     if copy.by_rsync:
@@ -82,6 +97,7 @@ def _begin(copy: Copy) -> subprocess.Popen[bytes]:
     if copy.is_back:
         pack, unpack = ssh_argv(copy.host, f"tar -C {there} -cz ."), _unpack(copy.here)
     else:
+        names += [f"./{pattern}" for pattern in run_folders(copy)]
         excluded = [f"--exclude={name}" for name in names]
         pack = ["tar", "-C", str(copy.here), *excluded, "-cz", "."]
         unpack = ssh_argv(copy.host, f"tar -C {there} -xz")
@@ -95,6 +111,7 @@ def _unpack(folder: Path) -> list[str]:
 
 def _rsync(copy: Copy, names: list[str]) -> list[str]:
     ssh = shlex.join(ssh_argv(copy.host, "")[:-2])
+    names += [f"/{pattern}" for pattern in run_folders(copy)]
     excluded = [f"--exclude={name}" for name in names]
     here, there = f"{copy.here}/", f"{copy.host.target}:{copy.there}/"
     ends = [there, here] if copy.is_back else [here, there]

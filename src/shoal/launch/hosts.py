@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import msgspec
 
 from shoal.errors import SettingsError
+from shoal.settings import DEVICES, unknown
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 
@@ -37,14 +39,36 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     folder: str | None = None
     device: str | None = None
     interface: str | None = None
+    file: str = ""
+    """The hosts.toml that it is from; empty: the command line."""
 
     @property
     def target(self) -> str:
         """What is typed behind `ssh`."""
         return self.ssh or self.name
 
+    @property
+    def install_command(self) -> str:
+        """That brings shoal to it."""
+        if self.file:
+            return f"shoal hosts install {self.name} --hosts {shlex.quote(self.file)}"
+        return f"shoal hosts install {self.target}"
 
-FIELDS = tuple(name for name in Host.__struct_fields__ if name != "name")
+    def advise(self, line: str) -> str:
+        """Where a setting of this host is to be written."""
+        return f"in {self.file or 'a hosts.toml'}, for {self.name}: {line}"
+
+
+EXAMPLES = {
+    "ssh": '"me@desktop.local"',
+    "address": '"192.168.0.2"',
+    "slots": "2",
+    "python": '"~/venv/bin/python"',
+    "folder": '"~/work"',
+    "device": '"cuda"',
+    "interface": '"enp3s0"',
+}
+"""Every field of a host, as a file may have it."""
 
 
 def read_hosts(text: str) -> list[Host]:
@@ -53,11 +77,14 @@ def read_hosts(text: str) -> list[Host]:
         return _read_file(Path(text))
     hosts, faults = [], []
     for part in text.split(","):
-        name, _, slots = part.strip().partition(":")
+        name, colon, slots = part.strip().partition(":")
         if not _NAME.fullmatch(name):
             faults.append(f"--hosts {text}: {part.strip()!r} is no name of a host.")
-        elif slots and not (slots.isdecimal() and int(slots) > 0):
-            faults.append(f"--hosts {text}: {part.strip()}: expected NAME or NAME:SLOTS.")
+        elif colon and not slots.isdecimal():
+            faults.append(
+                f"--hosts {text}: {part.strip()!r}: expected NAME or NAME:SLOTS, for example "
+                f"{name}:2."
+            )
         else:
             plain = name.rpartition("@")[2]
             hosts.append(Host(name=plain, ssh=name, slots=int(slots or 1)))
@@ -93,24 +120,43 @@ def _host(path: Path, name: str, table: object) -> Host:
     where = f"{path}: host {name}"
     if not isinstance(table, dict):
         raise SettingsError([f"{where}: expected a table, [hosts.{name}]."])
-    faults = []
-    for field in table.keys() - set(FIELDS):
-        near = difflib.get_close_matches(field, FIELDS, 1)
-        hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(FIELDS)}."
-        faults.append(f"{where}: unknown field {field!r}.{hint}")
+    faults = [
+        fault for field, value in table.items() for fault in _field_faults(where, field, value)
+    ]
     if faults:
         raise SettingsError(faults)
-    try:
-        return msgspec.convert({"name": name, **table}, Host)
-    except msgspec.ValidationError as error:
-        raise SettingsError([f"{where}: {error}."]) from error
+    return msgspec.convert({"name": name, "file": str(path), **table}, Host)
+
+
+def _field_faults(where: str, field: str, value: object) -> list[str]:
+    if field not in EXAMPLES:
+        near = difflib.get_close_matches(field, EXAMPLES, 1)
+        hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(EXAMPLES)}."
+        return [f"{where}: unknown field {field!r}.{hint}"]
+    example = f"for example {field} = {EXAMPLES[field]}"
+    if field == "slots":
+        if not isinstance(value, int) or isinstance(value, bool):
+            return [f"{where}: slots = {_shown(value)}: expected a whole number, {example}."]
+        return []
+    if not isinstance(value, str):
+        return [f"{where}: {field} = {_shown(value)}: expected text in quotes, {example}."]
+    if not value.strip():
+        return [f'{where}: {field} = "{value}": is empty. Leave it out, or give one, {example}.']
+    return unknown(f"{where}: device =", value, DEVICES) if field == "device" else []
+
+
+def _shown(value: object) -> str:
+    """As the file has it, near enough to be found there."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _checked(hosts: list[Host], where: str, faults: list[str]) -> list[Host]:
     names = [host.name for host in hosts]
     for host in hosts:
         if host.slots < 1:
-            faults.append(f"{where}: {host.name}: slots = {host.slots}; at least 1 is needed.")
+            faults.append(f"{where}: {host.name}: slots must be at least 1, not {host.slots}.")
         if not _NAME.fullmatch(host.name):
             faults.append(f"{where}: {host.name!r} is no name of a host.")
         if host.target.startswith("-"):

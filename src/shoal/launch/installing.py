@@ -1,10 +1,12 @@
-"""shoal on a host that has none: the very code that runs here, in a venv of its own."""
+"""shoal on a host that has none: the very code that runs here, in a venv of its own, or for the
+interpreter that hosts.toml gives."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import shlex
 import subprocess
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
@@ -13,14 +15,16 @@ from pathlib import Path
 from shoal.errors import RunFailed
 from shoal.launch.hosts import Host
 from shoal.launch.local import die_with_parent
-from shoal.launch.ssh import VENV, ssh_argv
+from shoal.launch.loss import Loss, ssh_remedy, torch_index
+from shoal.launch.ssh import SSH_FAILED, VENV, ssh_argv
 from shoal.version import VERSION
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: shoal\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _INSTALL = """
 set -e
-venv="$HOME/$1"
-shift
+venv="$HOME/$1" own="$2"
+shift 2
+if [ -z "$own" ]; then
 for python in python3.13 python3.12 python3.11 python3; do
   found=$(command -v $python 2>/dev/null) || continue
   "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' && break
@@ -28,26 +32,37 @@ for python in python3.13 python3.12 python3.11 python3; do
 done
 [ -n "$found" ] || { echo "there is no python of 3.11 or later: install one" >&2; exit 1; }
 "$found" -m venv "$venv" || { echo "venv is missing: apt install python3-venv" >&2; exit 1; }
+own="$venv/bin/python"
+fi
+case $own in "~/"*) own="$HOME/${own#"~/"}" ;; esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 tar -xz
-"$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt "$@"
+"$own" -m pip install --disable-pip-version-check -c constraints.txt "$@"
 """
 
 
 def install(hosts: Sequence[Host], pip: Sequence[str], tell: Callable[[str], None]) -> None:
-    """On each, one after the other: what pip says there is told. Raises for the first that fails.
+    """On each, one after the other: what pip says there is told. Raises with all that failed.
 
     pip: more words for it, for example where torch is to come from.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as name:
         folder = Path(name)
         wheel = make_wheel(folder)
-        torch = importlib.metadata.version("torch").partition("+")[0]
-        (folder / "constraints.txt").write_text(f"torch=={torch}\n")
-        for host in hosts:
-            _install(host, folder, [*pip, f"./{wheel.name}"], tell)
+        torch = importlib.metadata.version("torch")
+        (folder / "constraints.txt").write_text(f"torch=={torch.partition('+')[0]}\n")
+        index = torch_index(torch)
+        if index and not any("index" in word for word in pip):
+            pip = ["--extra-index-url", index, *pip]  # pip prefers a version with a label
+        archive = folder / "shoal.tar.gz"
+        with tarfile.open(archive, "w:gz") as packed:
+            for file in (wheel, folder / "constraints.txt"):
+                packed.add(file, file.name)
+        failed = [_install(host, archive, [*pip, f"./{wheel.name}"], tell) for host in hosts]
+    if losses := [loss.text for loss in failed if loss is not None]:
+        raise RunFailed("\n".join(losses))
 
 
 def make_wheel(folder: Path) -> Path:
@@ -68,22 +83,28 @@ def make_wheel(folder: Path) -> Path:
     return path
 
 
-def _install(host: Host, folder: Path, words: Sequence[str], tell: Callable[[str], None]) -> None:
-    there = f"exec {shlex.join(['sh', '-c', _INSTALL, 'shoal', VENV, *words])}"
-    pack = ["tar", "-C", str(folder), "-cz", "."]
-    line = f"{shlex.join(pack)} | {shlex.join(ssh_argv(host, there))}"
-    process = subprocess.Popen(
-        ["bash", "-o", "pipefail", "-c", line],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=die_with_parent(),
-    )
+def _install(
+    host: Host, archive: Path, words: Sequence[str], tell: Callable[[str], None]
+) -> Loss | None:
+    script = ["sh", "-c", _INSTALL, "shoal", VENV, host.python or "", *words]
+    with archive.open("rb") as packed:
+        process = subprocess.Popen(
+            ssh_argv(host, f"exec {shlex.join(script)}"),
+            stdin=packed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=die_with_parent(),
+        )
     assert process.stdout is not None
     last = ""
     for text in process.stdout:
         last = text.strip() or last
         tell(f"[{host.name}] {text.rstrip()}")
-    if process.wait() != 0:
-        raise RunFailed(f"{host.name}: shoal could not be installed: {last}")
+    code = process.wait()
+    if code == 0:
+        return None
+    said = f"\n  {last}" if last else ""
+    if code == SSH_FAILED:
+        return Loss(host.name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))
+    return Loss(host.name, "shoal could not be installed.", said)

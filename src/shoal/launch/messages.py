@@ -17,6 +17,8 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run: str
     folder: str | None
     """In here; None: in the cache."""
+    needed_bytes: int
+    """That must be free there."""
 
 
 class FindPort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -119,8 +121,6 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seen_from: str
     """The launcher's address as this host sees it."""
     cores: int
-    free_bytes: int
-    """Of the disk that its runs are on."""
     has_rsync: bool
 
 
@@ -176,6 +176,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mtu: int = 0
     fault: str = ""
     """Why there is no address."""
+    all_here: str = ""
+    """Interfaces and addresses that it has, in words."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):

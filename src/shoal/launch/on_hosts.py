@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shoal.errors import MeetingError
+from shoal.launch.addresses import Site, meeting_address, with_interfaces
 from shoal.launch.agents import Agents
 from shoal.launch.copying import Copy, can_rsync, copy_all
 from shoal.launch.hosts import Host
@@ -20,7 +20,6 @@ from shoal.launch.local import stop_signals
 from shoal.launch.messages import (
     Clean,
     FindPort,
-    Here,
     Line,
     Port,
     Prepare,
@@ -34,17 +33,6 @@ from shoal.rendezvous.ways import Way
 
 NEEDED_BYTES = 100 * 2**20
 """On a host's disk, for code and results."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """A host that is ready: where its ranks begin, and where they leave results."""
-
-    host: Host
-    hello: Here
-    is_here: bool
-    folder: str
-    results: str
 
 
 @dataclass(frozen=True)
@@ -68,16 +56,20 @@ def run_on_hosts(
     sync: bool,
     threads: int | None,
     secret_files: dict[str, str] | None = None,
+    uses_interfaces: bool = False,
 ) -> RankEnd | None:
     """All of it. Returns the rank to blame, or None if all went well.
 
     run_folder: gets each rank's log, and the results of the leader.
     make_tasks: of each rank, when sites and ways are known.
+    uses_interfaces: ranks are told which is theirs, so what hosts.toml says of them must be true.
     """
     with stop_signals(), ExitStack() as stack:
         agents = stack.enter_context(Agents(hosts))
         watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
         sites = _prepare(agents, hosts, run_folder, project, sync)
+        if uses_interfaces:
+            sites = with_interfaces(agents, sites)
         watcher.notify("")
         ways = _ways(agents, sites)
         tasks = make_tasks(sites, ways)
@@ -106,25 +98,25 @@ def _prepare(
     agents: Agents, hosts: Sequence[Host], run_folder: Path, project: Path, sync: bool
 ) -> list[Site]:
     hellos = agents.hellos()
+    others = [host for host in hosts if not agents.is_here(host)]
     run = f"{run_folder.name}-{secrets.token_hex(4)}"
+    orders = {
+        host.name: Prepare(run=run, folder=host.folder, needed_bytes=NEEDED_BYTES)
+        for host in others
+    }
+    made = agents.ask_each(orders, Prepared)
     sites, copies = [], []
     for host in hosts:
         hello = hellos[host.name]
-        is_here = agents.is_here(host)
-        if is_here:
+        if host not in others:
             sites.append(Site(host, hello, True, str(project), str(run_folder.absolute())))
             continue
-        if hello.free_bytes < NEEDED_BYTES:
-            raise MeetingError(
-                f"{host.name}: {hello.free_bytes // 2**20} MiB are free on its disk, and a run "
-                f"needs {NEEDED_BYTES // 2**20}. Free some, or give another folder in hosts.toml."
-            )
-        made = agents.ask(host, Prepare(run=run, folder=host.folder), Prepared)
+        folders = made[host.name]
         by_rsync = hello.has_rsync and can_rsync()
         if sync:
-            copies.append(Copy(host, project, made.code, by_rsync))
-        place = made.code if sync else str(project)
-        sites.append(Site(host, hello, False, place, made.results))
+            copies.append(Copy(host, project, folders.code, by_rsync, out=run_folder.parent))
+        place = folders.code if sync else str(project)
+        sites.append(Site(host, hello, False, place, folders.results))
     copy_all(copies)
     return sites
 
@@ -144,16 +136,6 @@ def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:
                 )
             )  # fmt: skip
     return ways if size > 1 else [Way()]
-
-
-def meeting_address(leader: Site, sites: Sequence[Site]) -> str:
-    """Where the others find the leader: as the file says, else as ssh has it."""
-    if leader.host.address:
-        return leader.host.address
-    if not leader.is_here:
-        return leader.hello.seen_as
-    seen = [site.hello.seen_from for site in sites if site.hello.seen_from]
-    return seen[0] if seen else "127.0.0.1"
 
 
 def _host_of(hosts: Sequence[Host], rank: int) -> Host:

@@ -29,6 +29,7 @@ from shoal.launch.trial import listen, measure
 from shoal.network import (
     address_of,
     address_towards,
+    describe_interfaces,
     interface_with,
     interfaces,
     outward_address,
@@ -70,7 +71,12 @@ def _find_address(order: FindAddress) -> Address:
         return Address(fault=str(error))
     interface = interface_with(address)
     stats = psutil.net_if_stats().get(interface)
-    return Address(address=address, interface=interface or "", mtu=stats.mtu if stats else 0)
+    return Address(
+        address=address,
+        interface=interface or "",
+        mtu=stats.mtu if stats else 0,
+        all_here=describe_interfaces(),
+    )
 
 
 def _examine(order: Examine) -> Condition:

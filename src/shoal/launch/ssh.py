@@ -13,19 +13,34 @@ MISSED = 3
 """A connection that answers nothing for so many times ALIVE_S is dead."""
 VENV = ".local/share/shoal/venv"
 """In a user's home: where `shoal hosts install` puts it."""
-NO_SHOAL = 97
-"""The exit code where no interpreter there has shoal."""
+SSH_FAILED = 255
+"""The exit code of ssh itself, where it did not come through."""
+NO_PYTHON, NO_SHOAL, BAD_PYTHON = 96, 97, 98
+"""Exit codes where no interpreter there can be used: none exists, none has shoal, none starts."""
 
+# Of an interpreter that does not start, what it said is what helps; one that has no shoal is as it
+# should be, and only named. The code that tells of it is one that no failing program has by chance.
 _FIND = """
+code={no_python}
 for python in {candidates}; do
-  found=$(command -v "$python" 2>/dev/null) || continue
-  seen="$seen $found"
-  "$found" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("shoal") is None)' \
-    2>/dev/null && exec "$found" -m {module}
+  found=$(command -v "$python" 2>/dev/null) || {{ absent="$absent $python"; continue; }}
+  said=$("$found" -c '{ask}' 2>&1 </dev/null)
+  status=$?
+  case $status in
+    0) exec "$found" -m {module} ;;
+    {no_shoal}) without="$without $found"; code={no_shoal} ;;
+    *) echo "$found ended with exit code $status:" >&2; echo "${{said:-(it said nothing)}}" >&2
+       [ $code = {no_shoal} ] || code={bad_python} ;;
+  esac
 done
-echo "none of these has shoal:$seen" >&2
-exit {code}
+[ -z "$without" ] || echo "none of these has shoal:$without" >&2
+[ $code != {no_python} ] || echo "no program there:$absent" >&2
+exit $code
 """
+_ASK = (
+    "import importlib.util, sys; "
+    f'sys.exit({NO_SHOAL} if importlib.util.find_spec("shoal") is None else 0)'
+)
 
 
 def ssh_argv(host: Host, command: str) -> list[str]:
@@ -42,7 +57,10 @@ def find_python(host: Host, module: str) -> str:
     else:
         candidates = [shlex.quote(sys.executable)]
         candidates += [f'"$HOME"/{VENV}/bin/python', "python3", "python"]
-    script = _FIND.format(candidates=" ".join(candidates), module=module, code=NO_SHOAL)
+    script = _FIND.format(
+        candidates=" ".join(candidates), module=module, ask=_ASK,
+        no_python=NO_PYTHON, no_shoal=NO_SHOAL, bad_python=BAD_PYTHON,
+    )  # fmt: skip
     return f"exec sh -c {shlex.quote(script)}"
 
 

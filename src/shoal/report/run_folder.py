@@ -20,6 +20,9 @@ from shoal.closing import Closing
 from shoal.errors import StorageError
 from shoal.report.records import StepRecord, Summary
 
+RUN_FOLDERS = "[0-9]" * 8 + "-" + "[0-9]" * 6 + "-*"
+"""What their names match: see `make_folder`."""
+
 
 def faults(out: str) -> list[str]:
     """Whether run folders can be made in `out`, found by trying, before anything starts."""

@@ -15,10 +15,17 @@ from shoal.train.factory import factory_faults, is_factory
 from shoal.train.models.catalog import MODELS
 
 
-def check(settings: TrainSettings, num_ranks: int, keeps_folder: bool = True) -> list[str]:
+def check(
+    settings: TrainSettings,
+    num_ranks: int,
+    keeps_folder: bool = True,
+    *,
+    is_elsewhere: bool = False,
+) -> list[str]:
     """All faults of a run of `num_ranks` ranks, as far as this host can see them.
 
     keeps_folder: rank 0 is on this host, and with it the run folder.
+    is_elsewhere: other hosts read the data and compute; what they lack, they tell themselves.
     """
     found = values.faults(settings, num_ranks)
     if is_factory(settings.model):
@@ -32,9 +39,12 @@ def check(settings: TrainSettings, num_ranks: int, keeps_folder: bool = True) ->
         found += factory_faults("--data", settings.data)
     else:
         data_dir = Path(settings.data_dir) if settings.data_dir is not None else None
-        found += catalog.faults(settings.data, data_dir, values.cache_dir())
+        if is_elsewhere:
+            found += catalog.name_faults(settings.data, data_dir)
+        else:
+            found += catalog.faults(settings.data, data_dir, values.cache_dir())
     found += _fit(settings)
-    if settings.device == "cuda":
+    if settings.device == "cuda" and not is_elsewhere:
         import torch  # only who asks for a GPU waits for the answer
 
         if not torch.cuda.is_available():

@@ -23,7 +23,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +32,7 @@ import zmq
 
 from shoal.errors import KeyFileError
 from shoal.settings import config_folder
+from shoal.wire.meanwhile import held, is_over, lock_of
 
 KEY_LENGTH = 40
 Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -221,13 +222,15 @@ class AuthorizedKeys:
                         self._stamp = stamp
             except FileNotFoundError:
                 self._names, self._stamp = {}, None
-            return self._names.get(public)
+            name = self._names.get(public)
+            return None if name is None or is_over(self.path.parent, name) else name
 
     def all_names(self) -> dict[str, str]:
         """Who is authorized, by public key."""
         self.name_of("")  # reads the file, if it has changed
+        folder = self.path.parent
         with self._lock:
-            return dict(self._names)
+            return {key: name for key, name in self._names.items() if not is_over(folder, name)}
 
     def _names_in(self, content: bytes) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -245,27 +248,49 @@ class AuthorizedKeys:
 
 @contextmanager
 def authorized_meanwhile(path: Path, public: str, name: str) -> Iterator[None]:
-    """A line more in a file of authorized keys, which is taken out again in the end."""
+    """A line more in a file of authorized keys, which is taken out again in the end.
+
+    Should this process be killed before, the line does not count any more, and the next one that
+    comes here takes it out.
+    """
     assert not _key_fault(public), public
     assert not _name_fault(name), name
-    remedy = "Nobody was authorized. Choose a folder that has room and that this user may write."
-    with _explained(f"{path} cannot be written", remedy):
-        _make_private(path.parent)
-        before = path.read_bytes() if path.exists() else b""
-        gap = b"" if not before or before.endswith(b"\n") else b"\n"
-        _put(path, before + gap + f"{public} {name}\n".encode())
-    try:
-        yield
-    finally:
-        with _explained(f"{path} cannot be written", f"Take the line of {public} out of it."):
-            lines = path.read_bytes().splitlines(keepends=True)
-            _put(path, b"".join(each for each in lines if not each.startswith(public.encode())))
+    with ExitStack() as stack:
+        remedy = (
+            "Nobody was authorized. Choose a folder that has room and that this user may write."
+        )
+        with _explained(f"{path} cannot be written", remedy):
+            _make_private(path.parent)
+            line = f"{public} {stack.enter_context(held(path.parent, name))}\n"
+            before = _that_count(path)
+            gap = "" if not before or before.endswith("\n") else "\n"
+            _put(path, before + gap + line)
+        try:
+            yield
+        finally:
+            with _explained(f"{path} cannot be written", f"Take the line of {public} out of it."):
+                _put(path, _that_count(path).replace(line, ""))
 
 
-def _put(path: Path, content: bytes) -> None:
+def _that_count(path: Path) -> str:
+    """The lines of a file, without those whose writers are gone; their locks are removed."""
+    if not path.exists():
+        return ""
+    kept = []
+    for line in path.read_bytes().decode().splitlines(keepends=True):
+        name = line.strip().partition(" ")[2]
+        lock = lock_of(path.parent, name)
+        if lock is not None and is_over(path.parent, name):
+            lock.unlink(missing_ok=True)
+        else:
+            kept.append(line)
+    return "".join(kept)
+
+
+def _put(path: Path, content: str) -> None:
     """Whole or not at all; who may read and write it stays as it was."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
-    with _written(path.parent, content.decode(), mode) as written:
+    with _written(path.parent, content, mode) as written:
         written.replace(path)
 
 

@@ -22,7 +22,7 @@ def well(name: str, **host: object) -> HostFacts:
         is_here=name == "laptop",
         hello=Here(
             host=name, pid=1, python="/usr/bin/python3", python_version="3.11.7", shoal="1.0",
-            torch="2.10.0", seen_as=address, seen_from="10.77.0.1", cores=4, free_bytes=2**40,
+            torch="2.10.0", seen_as=address, seen_from="10.77.0.1", cores=4,
             has_rsync=True,
         ),
         clock=ClockFacts(offset_s=0.01, round_trip_s=0.02),
@@ -105,6 +105,18 @@ def test_a_host_that_ssh_does_not_reach() -> None:
     assert found.remedy == "start sshd"
     others = diagnose(facts).hosts[1].cells
     assert {c.verdict for what, c in others.items() if what != "ssh"} == {"unknown"}
+
+
+@pytest.mark.parametrize("part", ["python", "shoal"])
+def test_where_ssh_works_and_something_else_does_not(part: str) -> None:
+    lost = Lost(what="its Python does not start.", said="libfoo", remedy="mend\nit", part=part)
+    facts = crew(well("laptop"), HostFacts(host=Host(name="desktop"), lost=lost), pairs=[])
+    assert cell(facts, "desktop", "ssh").verdict == "ok"
+    found = cell(facts, "desktop", part)
+    assert (found.verdict, found.sentence) == ("bad", "its Python does not start. libfoo")
+    assert found.remedy == "mend it"
+    cells = diagnose(facts).hosts[1].cells
+    assert [what for what, each in cells.items() if each.verdict == "bad"] == [part]
 
 
 def test_other_versions() -> None:
@@ -203,6 +215,9 @@ def test_addresses_that_cannot_be() -> None:
 def test_what_a_host_can_carry() -> None:
     facts = crew(well("laptop"), well("desktop", slots=5, device="cuda"))
     assert cell(facts, "desktop", "cores").verdict == "warning"
+    assert cell(facts, "desktop", "cores").remedy == "give it fewer: desktop:4"
+    listed = crew(well("laptop"), well("desktop", slots=5, file="hosts.toml"))
+    assert cell(listed, "desktop", "cores").remedy.endswith("in hosts.toml, for desktop: slots = 4")
     assert cell(facts, "desktop", "gpu").verdict == "bad"
     assert cell(facts, "laptop", "gpu").verdict == "ok"
     assert cell(condition_with(free_memory_bytes=2**29), "desktop", "memory").verdict == "warning"

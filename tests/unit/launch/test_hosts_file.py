@@ -31,7 +31,8 @@ def test_names() -> None:
         ("laptop,,desktop", "is no name of a host"),
         ("-oProxyCommand=x", "is no name of a host"),
         ("laptop;rm", "is no name of a host"),
-        ("laptop:0", "expected NAME or NAME:SLOTS"),
+        ("laptop:0", "laptop: slots must be at least 1, not 0"),
+        ("laptop:", "'laptop:': expected NAME or NAME:SLOTS, for example laptop:2"),
         ("laptop:two", "expected NAME or NAME:SLOTS"),
         ("laptop,laptop", "laptop is there twice. Say laptop:2"),
         ("absent.toml", "there is no such file. `shoal hosts init"),
@@ -49,7 +50,7 @@ def test_a_file(tmp_path: Path) -> None:
         'python = "~/venv/bin/python"\nfolder = "~/work"\ndevice = "cuda"\ninterface = "enp3s0"\n'
     )
     laptop, desktop = read_hosts(str(path))
-    assert laptop == Host(name="laptop")
+    assert laptop == Host(name="laptop", file=str(path))
     assert laptop.target == "laptop"
     assert desktop.target == "me@10.0.0.2"
     assert (desktop.slots, desktop.device, desktop.interface) == (2, "cuda", "enp3s0")
@@ -65,12 +66,47 @@ def test_every_fault_of_a_file_at_once(tmp_path: Path) -> None:
     for part in (
         "unknown table 'title'",
         "host a: unknown field 'slot'. Did you mean slots?",
-        "host b: Expected `int`, got `str`",
-        "c: slots = 0; at least 1",
+        'host b: slots = "two": expected a whole number, for example slots = 2.',
+        "c: slots must be at least 1, not 0",
         "would be an option of ssh",
         "host e: expected a table",
     ):
         assert part in told
+
+
+def test_every_field_is_checked_in_our_own_words(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    texts = ("ssh", "address", "python", "folder", "device", "interface")
+    empty = "".join(f'{field} = ""\n' for field in texts)
+    numbers = "".join(f"{field} = 3\n" for field in texts)
+    path.write_text(f'[hosts.a]\n{empty}[hosts.b]\n{numbers}slots = true\n[hosts.c]\nfile = "x"\n')
+    faults = faults_of(str(path))
+    for field in texts:
+        assert any(f'host a: {field} = "": is empty. Leave it out' in fault for fault in faults)
+        assert any(f"host b: {field} = 3: expected text in quotes" in fault for fault in faults)
+    assert (
+        f"{path}: host b: slots = true: expected a whole number, for example slots = 2." in faults
+    )
+    assert any("host c: unknown field 'file'" in fault for fault in faults)
+    assert len(faults) == 2 * len(texts) + 2
+
+
+def test_devices_are_those_of_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text('[hosts.a]\ndevice = "tpu"\n[hosts.b]\ndevice = "cpu"\n')
+    assert faults_of(str(path)) == [
+        f"{path}: host a: device = tpu: unknown. Did you mean cpu? Known: auto, cpu, cuda."
+    ]
+
+
+def test_how_shoal_is_brought_to_a_host(tmp_path: Path) -> None:
+    path = tmp_path / "my hosts.toml"
+    path.write_text('[hosts.box]\nssh = "root@server"\n')
+    (box,) = read_hosts(str(path))
+    assert box.install_command == f"shoal hosts install box --hosts '{path}'"
+    assert box.advise("slots = 2") == f"in {path}, for box: slots = 2"
+    (box,) = read_hosts("root@server")
+    assert box.install_command == "shoal hosts install root@server"
 
 
 @pytest.mark.parametrize("text", ["", "[hosts]\n", "[[hosts]]\n", "not toml at all"])

@@ -40,6 +40,17 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
         assert word in text
 
 
+def test_what_other_hosts_lack_they_tell_themselves() -> None:
+    away = TrainSettings(data="mnist", data_dir="/not/here", device="cuda")
+    assert len(check(away, 1)) == 2
+    assert check(away, 1, is_elsewhere=True) == []
+    (fault,) = check(TrainSettings(data="mnist-sampel"), 1, is_elsewhere=True)
+    assert "Did you mean mnist-sample" in fault
+    idle = TrainSettings(model="residual-mlp", data="sine", data_dir="/not/here")
+    (fault,) = check(idle, 1, is_elsewhere=True)
+    assert "data sine reads no folder" in fault
+
+
 def test_factories_of_model_and_data_are_both_tried() -> None:
     found = faults(model="no_model_here:make", data="no_data_here:make")
     assert [text.split(": ")[0] for text in found] == [

@@ -24,6 +24,7 @@ from shoal.wire import keys
 from shoal.wire.keys import (
     AuthorizedKeys,
     KeyPair,
+    authorized_meanwhile,
     default_authorized_keys_path,
     default_key_path,
     new_pair,
@@ -425,6 +426,47 @@ def test_a_public_file_can_be_appended_as_it_is(path: Path, listed: AuthorizedKe
     with listed.path.open("ab") as file:
         file.write(public_path(path).read_bytes())
     assert listed.name_of(read_pair(path).public) == NAME
+
+
+MEANWHILE = """
+import sys
+from pathlib import Path
+from shoal.wire.keys import authorized_meanwhile
+with authorized_meanwhile(Path(sys.argv[1]), sys.argv[2], "workers"):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_line_ends_with_its_process_however_that_ends(listed: AuthorizedKeys) -> None:
+    before = listed.path.read_text()
+    words = [sys.executable, "-c", MEANWHILE, str(listed.path), CID]
+    other = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    with other.stdin, other.stdout:
+        assert other.stdout.readline() == b"in\n"
+        assert (listed.name_of(CID) or "").startswith("workers (while workers-")
+        assert CID in listed.all_names()
+        other.kill()
+        other.wait()
+    assert CID in listed.path.read_text()
+    assert listed.name_of(CID) is None
+    assert list(listed.all_names()) == [ANN, BEN]
+    with authorized_meanwhile(listed.path, HASHES, "workers"):
+        assert listed.name_of(HASHES)
+        assert CID not in listed.path.read_text()
+    assert listed.path.read_text() == before
+    assert [each.name for each in listed.path.parent.iterdir()] == ["authorized_keys"]
+
+
+def test_of_two_that_run_at_a_time_neither_takes_the_other_out(listed: AuthorizedKeys) -> None:
+    with authorized_meanwhile(listed.path, CID, "workers"):
+        with authorized_meanwhile(listed.path, HASHES, "workers"):
+            assert listed.name_of(CID)
+            assert listed.name_of(HASHES)
+        assert listed.name_of(CID)
+        assert listed.name_of(HASHES) is None
 
 
 def test_comments_and_blank_lines(listed: AuthorizedKeys, caplog: Any) -> None:

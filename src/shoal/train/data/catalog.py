@@ -66,6 +66,15 @@ def faults(name: str, data_dir: Path | None, cache_dir: Path) -> list[str]:
     return found
 
 
+def name_faults(name: str, data_dir: Path | None) -> list[str]:
+    """Those that show without looking at any folder, where the data is on other machines."""
+    try:
+        entry(name)
+    except DataError as err:
+        return [str(err)]
+    return [_idle(name, data_dir)] if data_dir is not None and name not in sources.SOURCES else []
+
+
 def prepare(name: str, data_dir: Path | None, cache_dir: Path, progress: Progress) -> None:
     """Download what is missing, so that ranks which start later find it there."""
     source = sources.SOURCES.get(name)
@@ -81,8 +90,12 @@ def _idle_folder(name: str, data_dir: Path) -> list[str]:
         return [f"data folder {data_dir}: no way to look into it ({err})."]
     if name not in ENTRIES:
         return []
-    # Not passed over in silence: who points at a folder would believe to have trained on it.
-    return [
+    return [_idle(name, data_dir)]
+
+
+def _idle(name: str, data_dir: Path) -> str:
+    """Not passed over in silence: who points at a folder would believe to have trained on it."""
+    return (
         f"data {name} reads no folder, yet --data-dir {data_dir} is given. Leave it out, or choose "
         f"data that is in files: {', '.join(sources.SOURCES)}."
-    ]
+    )

@@ -1,0 +1,117 @@
+"""Why a host cannot be used, in words: what happened, what it said, what to do. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.launch.hosts import Host
+from shoal.launch.messages import Here
+from shoal.launch.ssh import BAD_PYTHON, NO_PYTHON, NO_SHOAL, SSH_FAILED
+from shoal.version import VERSION
+
+TORCH_INDEX = "https://download.pytorch.org/whl"
+"""Below it: one folder for each label (`+cpu`, `+cu126`) of torch's versions."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a host is not with us."""
+
+    host: str
+    what: str
+    said: str = ""
+    """By its ssh, or by itself; each line begins on a new one."""
+    remedy: str = ""
+    part: str = "ssh"
+    """Of the host, which is at fault: ssh, python or shoal."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.host}: {self.what}{self.said}" + (f"\n{self.remedy}" if self.remedy else "")
+
+
+def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> Loss:
+    """Of a host whose agent has ended with this exit code."""
+    name, line = host.name, host.advise('python = "PATH"')
+    if was_up:
+        return Loss(name, "the connection to it ended, and its ranks with it.", said)
+    if not by_ssh:
+        return Loss(name, f"its agent ended at once (exit code {code}).", said, part="shoal")
+    if code == NO_SHOAL:
+        what = "shoal is not installed there."
+        remedy = f"Install it: {host.install_command}"
+        if host.python:
+            what = f"the Python that {host.file} gives for it has no shoal."
+            remedy = f"Install it into that one: {host.install_command}\nOr give another: {line}"
+        return Loss(name, what, said, remedy, part="shoal")
+    if code == BAD_PYTHON:
+        remedy = f"Mend it there, or give another: {line}"
+        return Loss(name, "its Python does not start.", said, remedy, part="python")
+    if code == NO_PYTHON:
+        what, remedy = "there is no Python on it.", f"Install one there, or say where it is: {line}"
+        if host.python:
+            what = f"the Python that {host.file} gives for it does not exist there."
+            remedy = f"Give one that does: {line}"
+        return Loss(name, what, said, remedy, part="python")
+    if code == SSH_FAILED:
+        return Loss(name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))
+    what = f"its agent ended at once (exit code {code})."
+    return Loss(name, what, said, f"Install shoal anew: {host.install_command}", part="shoal")
+
+
+def ssh_remedy(said: str, host: Host) -> str:
+    if "Permission denied" in said:
+        return f"Make your key known there: ssh-copy-id {host.target}"
+    if "Host key verification failed" in said:
+        return f"Connect once by hand, and compare its key: ssh {host.target}"
+    if "Could not resolve" in said:
+        return (
+            f"The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
+            f'"ADDRESS" for {host.name} in a hosts.toml.'
+        )
+    if "Connection refused" in said:
+        return "No ssh server runs there. Start it there: sudo systemctl enable --now ssh"
+    if re.search(r"Connection to \S+ port \d+ timed out", said):  # not "connect to": it did
+        return (
+            "The connection came about, and then large packets were lost: a smaller MTU on the "
+            "way? Try there: sudo ip link set dev INTERFACE mtu 1280"
+        )
+    if "timed out" in said or "No route to host" in said:
+        return f"Is it switched on, and on this network? Try: ping {host.target}"
+    return f"Try it by hand: ssh {host.target} true"
+
+
+def version_faults(hosts: Sequence[Host], hellos: Mapping[str, Here]) -> list[str]:
+    """Hosts with another shoal than ours, or with another torch than the first that has one."""
+    faults = []
+    first = next((host.name for host in hosts if hellos[host.name].torch), "")
+    wanted = hellos[first].torch if first else ""
+    for host in hosts:
+        hello = hellos[host.name]
+        if hello.shoal != VERSION:
+            faults.append(
+                f"{host.name} has shoal {hello.shoal}, this host has {VERSION}; all must have the "
+                f"same. Install it: {host.install_command}"
+            )
+        if hello.torch != wanted:
+            faults.append(
+                f"{host.name} has torch {hello.torch or '(none)'}, {first} has {wanted}; all must "
+                f"have the same. On {host.name}: {torch_command(hello.python, wanted)}"
+            )
+    return faults
+
+
+def torch_command(python: str, version: str) -> str:
+    """That installs this torch; where it is not on PyPI, from where it is."""
+    command = f"{python} -m pip install torch" + (f"=={version}" if version else "")
+    index = torch_index(version)
+    return f"{command} --index-url {index}" if index else command
+
+
+def torch_index(version: str) -> str:
+    """Where a version with a label is had; empty: on PyPI, or nobody knows."""
+    label = version.partition("+")[2]
+    known = re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", label)
+    return f"{TORCH_INDEX}/{label}" if known else ""
