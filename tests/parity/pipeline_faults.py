@@ -119,7 +119,7 @@ def fault_other_models(crew: shoal.JoinedCrew) -> None:
 def fault_more_stages_than_steps(crew: shoal.JoinedCrew) -> None:
     refused(
         crew,
-        ["ModelError", f"{crew.size} stages", "1 steps"],
+        ["ModelError", f"{crew.size} stages", "1 step (0)"],
         lambda: crew.pipeline(nn.Sequential(nn.Linear(6, 3)), transport="dist"),
     )
 

@@ -92,9 +92,10 @@ def outline(graph: Graph) -> list[str]:
 def check_stages(graph: Graph, num_stages: int) -> None:
     num_units = len(graph.units)
     if num_stages > num_units:
+        shown = ", ".join(graph.names()[:10]) + (", ..." if num_units > 10 else "")
         raise ModelError(
-            f"{num_stages} stages for a model of {num_units} steps "
-            f"({', '.join(graph.units[:10])}): every stage needs at least one."
+            f"{num_stages} stages for a model of {num_units} step{'s' * (num_units != 1)} "
+            f"({shown}): every stage needs at least one."
         )
 
 

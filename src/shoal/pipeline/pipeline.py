@@ -123,7 +123,8 @@ class Pipeline:
     def _build(self, cuts: list[int]) -> None:
         graph = self._graph
         assert graph is not None
-        self._crew.agree("the cuts", [graph.units[cut] for cut in cuts])
+        names = graph.names()
+        self._crew.agree("the cuts", [names[cut] for cut in cuts])
         check_shared(graph, cuts)
         check_in_place(graph, cuts)
         self.routes: Routes = route(graph, cuts)
