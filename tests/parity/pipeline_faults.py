@@ -171,7 +171,7 @@ def fault_asked_before_the_cuts_are_known(crew: shoal.JoinedCrew) -> None:
 def fault_inputs_that_do_not_fit(crew: shoal.JoinedCrew) -> None:
     """Found by the profile, on rank 0; every rank is told."""
     pipe = crew.pipeline(FanOut(), transport="dist", loss=F.cross_entropy, **SGD)
-    refused(crew, ["ModelError", "5)", "step a"], lambda: pipe.step(torch.zeros(4, 5)))
+    refused(crew, ["ModelError", "5)", "module a (Linear)"], lambda: pipe.step(torch.zeros(4, 5)))
     x, y = rows(4, 0)
     pipe.step(x, y)  # nothing was spoilt
 

@@ -144,7 +144,7 @@ class Boss:
             raise SettingsError([f"init={init!r}: must be 'local' or 'remote'."])
         if microbatches < 1:
             raise SettingsError([f"microbatches={microbatches}: must be at least 1."])
-        made = _made(model, init, seed)
+        made = _made(model, init, seed, example)
         graph = read(made, inputs)
         check_stages(graph, self._wanted)
         self._graph, self._seed = graph, seed if init == "remote" else None
@@ -381,7 +381,7 @@ def on_terminal() -> Callable[[str], None]:
     return waiting_line(sys.stderr)
 
 
-def _made(model: Model | str, init: str, seed: int) -> nn.Module:
+def _made(model: Model | str, init: str, seed: int, example: Tree) -> nn.Module:
     """The model, made here or, where workers make its weights, on meta."""
     if isinstance(model, str):
         if faults := factory_faults("boss.place", model):
@@ -393,7 +393,7 @@ def _made(model: Model | str, init: str, seed: int) -> nn.Module:
                 ['init="remote" needs what makes the model, or "package.module:factory": this one '
                  "is made already."]
             )  # fmt: skip
-        made = as_module(model, seed)
+        made = as_module(model, seed, example)
         # A stage has torch's own layers as they are, but of others only what they do: what those
         # begin with is made here.
         own = {
@@ -406,5 +406,5 @@ def _made(model: Model | str, init: str, seed: int) -> nn.Module:
         return made
     if not isinstance(model, nn.Module) and callable(model):
         given = model()
-        return given if isinstance(given, nn.Module) else as_module(given)
-    return as_module(model)
+        return given if isinstance(given, nn.Module) else as_module(given, example=example)
+    return as_module(model, example=example)

@@ -75,7 +75,7 @@ class Pipeline:
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
-        module = as_module(model, plan.seed)
+        module = as_module(model, plan.seed, example)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
         crew.agree("how the model is trained", terms(plan))

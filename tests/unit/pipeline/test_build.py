@@ -13,7 +13,7 @@ from torch.nn import functional
 from shoal.errors import ModelError
 from shoal.pipeline.build import as_module, check_stages, is_on_meta, materialise, outline
 from shoal.pipeline.graph import read
-from shoal.pipeline.layers import Layer
+from shoal.pipeline.layer import Layer
 from shoal.pipeline.routes import route
 from shoal.pipeline.split import OUTPUT
 from shoal.pipeline.stage import Stage
