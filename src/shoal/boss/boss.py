@@ -36,6 +36,7 @@ from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, materialise
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.partition import Costs
+from shoal.pipeline.plan import name_faults, whole_number_faults
 from shoal.pipeline.portable import pack, to_data
 from shoal.pipeline.profile import choose_cuts_of_batch
 from shoal.pipeline.routes import Routes, route
@@ -140,10 +141,11 @@ class Boss:
         inputs: names of the inputs of `forward` that come with every batch.
         init: `remote`: every worker makes the weights of its own stage; the boss never has them.
         """
+        faults = whole_number_faults("microbatches=", microbatches) + name_faults("cuts=", cuts)
         if init not in ("local", "remote"):
-            raise SettingsError([f"init={init!r}: must be 'local' or 'remote'."])
-        if microbatches < 1:
-            raise SettingsError([f"microbatches={microbatches}: must be at least 1."])
+            faults.append(f"init={init!r}: must be 'local' or 'remote'.")
+        if faults:
+            raise SettingsError(faults)
         made = _made(model, init, seed, example)
         graph = read(made, inputs)
         check_stages(graph, self._wanted)
@@ -272,8 +274,8 @@ class Boss:
         """
         if self._optimizer is None:
             raise ModelError("no optimizer has been made: boss.optimizer(...) comes first.")
-        faults = unknown("schedule", schedule, SCHEDULES)
-        faults += unknown("reduction", reduction, ("mean", "sum"))
+        faults = unknown("schedule=", schedule, SCHEDULES)
+        faults += unknown("reduction=", reduction, ("mean", "sum"))
         if len(inputs) < 2:
             faults.append("train_step(x, y, loss=...): the inputs of the model, then the target.")
         if faults:

@@ -16,7 +16,7 @@ from shoal.pipeline.build import as_module
 from shoal.pipeline.layer import Layer
 from shoal.pipeline.layers import model_of
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns
-from shoal.pipeline.plan import Plan, check_optimizer, terms
+from shoal.pipeline.plan import Plan, check_loss, check_optimizer, plan_faults, terms
 
 # -- terms -----------------------------------------------------------------------------------------
 
@@ -43,6 +43,78 @@ def test_terms_that_differ(other: dict[str, Any]) -> None:
 def test_terms_are_the_same_where_only_objects_differ() -> None:
     """A loss may be a lambda, which is another object in every process."""
     assert terms(replace(PLAN, loss=lambda a, b: (a - b).sum())) == terms(PLAN)
+
+
+def test_sequential_takes_the_batch_whole_whatever_is_said() -> None:
+    plan = replace(PLAN, schedule="sequential")
+    assert terms(replace(plan, microbatches=8)) == terms(replace(plan, microbatches=1))
+    assert plan_faults(replace(plan, microbatches=8), 2) == []
+
+
+# -- what a script says ----------------------------------------------------------------------------
+
+MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"microbatches": 2.5}, "microbatches=2.5: must be a whole number."),
+        ({"microbatches": "4"}, "microbatches='4': must be a whole number."),
+        ({"microbatches": True}, "microbatches=True: must be a whole number."),
+        ({"microbatches": 0}, "microbatches=0: must be at least 1."),
+        ({"stages": "2"}, "stages='2': must be a whole number."),
+        ({"stages": 0}, "stages=0: must be at least 1."),
+        ({"stages": 3}, "stages=3: 2 ranks do not make whole replicas of 3 stages; 2 would be"),
+        ({"schedule": "1f2b"}, "schedule='1f2b': unknown. Did you mean 1f1b?"),
+        ({"schedule": None}, "schedule=None: unknown."),
+        ({"cuts": [1]}, "cuts=[1]: must be a list of names"),
+        ({"cuts": "fc"}, "cuts='fc': must be a list of names, such as cuts=['conv2']."),
+        ({"cuts": ["a", "b"]}, "cuts=: 2 stages have 1 cuts between them; 2 given (a, b)."),
+        ({"inputs": "x"}, "inputs='x': must be a list of names"),
+        ({"loss": "mse"}, "loss='mse': must be a function (output, target) -> loss"),
+        ({"optimizer": "sgd"}, "optimizer='sgd': must be a class, such as torch.optim.SGD"),
+        ({"optimizer": MADE}, "optimizer=: is made already"),
+        ({"optimizer_options": {"microbatch": 4}}, "optimizer=SGD: got an unexpected keyword"),
+        ({"optimizer": None, "optimizer_options": {"lr": 1}}, "lr=: is no word of pipeline()"),
+        ({"clip_norm": "1"}, "clip_norm='1': must be a positive number."),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0: must be a positive number."),
+        ({"clip_norm": float("nan")}, "clip_norm=nan: must be a positive number."),
+        ({"memory_bytes": 9}, "memory_bytes=9: must be a list of numbers."),
+        ({"seed": "1"}, "seed='1': must be a whole number."),
+    ],
+)
+def test_a_word_that_cannot_be(words: dict[str, Any], says: str) -> None:
+    (fault,) = plan_faults(replace(PLAN, **words), 2)
+    assert fault.startswith(says)
+    assert "--" not in fault
+    assert "\n" not in fault
+
+
+def test_all_of_them_at_once() -> None:
+    words = {"stages": "2", "microbatches": 2.5, "cuts": [1], "loss": "mse", "clip_norm": 0}
+    found = plan_faults(replace(PLAN, **words, optimizer="sgd"), 2)
+    assert [fault.partition("=")[0] for fault in found] == [
+        "stages", "microbatches", "cuts", "loss", "clip_norm", "optimizer"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"cuts": ("a",)}, {"clip_norm": 1}, {"clip_norm": float("inf")}, {"inputs": ["x"]}],
+)
+def test_words_that_are_fine(words: dict[str, Any]) -> None:
+    assert plan_faults(replace(PLAN, **words), 2) == []
+
+
+def test_a_loss_is_one_number() -> None:
+    check_loss(torch.tensor(1.0), "mean")
+    with pytest.raises(
+        ModelError, match=r"gave a tensor of shape \(4, 2\); it must give one number"
+    ):
+        check_loss(torch.zeros(4, 2), "mean")
+    with pytest.raises(ModelError, match=r"gave a float; .* the sum over"):
+        check_loss(1.0, "sum")
 
 
 # -- optimizers ------------------------------------------------------------------------------------
