@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from shoal.joined import JoinedCrew, join
-    from shoal.pipeline.layers import Layer
+    from shoal.pipeline.layer import Layer
 
 __version__ = VERSION
 
@@ -40,7 +40,7 @@ _HOMES = {
     "Boss": "shoal.boss.boss",
     "join": "shoal.joined",
     "JoinedCrew": "shoal.joined",
-    "Layer": "shoal.pipeline.layers",
+    "Layer": "shoal.pipeline.layer",
     "ShoalError": "shoal.errors",
     "SettingsError": "shoal.errors",
     "MeetingError": "shoal.errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,14 +24,14 @@ from shoal.replicate import Replica, replicate
 from shoal.replicate.averages import stage_averages
 from shoal.replicate.replica import BUCKET_BYTES
 from shoal.report.waiting import waiting_line
-from shoal.settings import default_microbatches
+from shoal.settings import SYNCS, default_microbatches, unknown, whole_batch_note
 from shoal.train.evaluate import Loss, evaluate
 from shoal.train.loader import Collate, Loader
 from shoal.train.task import Means, loss_of
 from shoal.version import VERSION
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import Link
-from shoal.wire.open_link import LinkSettings, open_link
+from shoal.wire.open_link import TRANSPORTS, LinkSettings, open_link
 from shoal.wire.tree import Tree
 
 
@@ -178,7 +179,8 @@ class JoinedCrew(Crew):
         model: a module that torch.fx can read, an nn.Sequential, a list of `shoal.Layer`; or what
             makes one, which is called on the meta device: each rank holds its own stage only.
         stages: default: as many as there are ranks.
-        microbatches: default: twice the stages; 1 with `sequential`.
+        microbatches: default: twice the stages; always 1 with `sequential`, which takes the batch
+            whole.
         cuts: modules that stages 1, 2, ... begin with. Default: where the slowest stage is fastest,
             by a short profile with `example`, or else with the first batch.
         reduction: what the loss is over a batch: the `mean` of its samples or their `sum`.
@@ -188,12 +190,13 @@ class JoinedCrew(Crew):
         memory_bytes: what each stage may hold. Default: what its host has free.
         """
         num_stages = self.size if stages is None else stages
+        if microbatches is None:
+            of_stages = num_stages if isinstance(num_stages, int) else 1  # else a fault, see below
+            microbatches = default_microbatches(schedule, max(of_stages, 1))
         plan = Plan(
             stages=num_stages,
             schedule=schedule,
-            microbatches=default_microbatches(schedule, num_stages)
-            if microbatches is None
-            else microbatches,
+            microbatches=microbatches,
             cuts=cuts,
             loss=loss,
             reduction=reduction,
@@ -204,8 +207,13 @@ class JoinedCrew(Crew):
             memory_bytes=memory_bytes,
             seed=seed,
         )
-        if faults := plan_faults(plan, self.size):
+        faults = plan_faults(plan, self.size) + unknown("sync=", sync, SYNCS)
+        if link is None:
+            faults += unknown("transport=", transport, TRANSPORTS)
+        if faults:
             raise SettingsError(faults)
+        if note := whole_batch_note("microbatches=", schedule, microbatches):
+            warnings.warn(note, stacklevel=2)
         pipe = JoinedPipeline(
             model,
             self,

@@ -186,30 +186,36 @@ def _stage_faults(s: TrainSettings, num_ranks: int) -> list[str]:
     ]
 
 
+_OPTIONS = ("--stages", "--schedule", "--microbatches", "--cut")
+ARGUMENTS = ("stages=", "schedule=", "microbatches=", "cuts=")
+"""The same in a script."""
+
+
 def stage_faults(
-    stages: int, num_ranks: int, schedule: str, microbatches: int, cuts: Sequence[str] | None
+    stages: int,
+    num_ranks: int,
+    schedule: str,
+    microbatches: int,
+    cuts: Sequence[str] | None,
+    words: Sequence[str] = _OPTIONS,
 ) -> list[str]:
-    """Every fault in how a model is cut and scheduled."""
+    """Every fault in how a model is cut and scheduled. words: what the user calls these."""
+    of_stages, of_schedule, of_microbatches, of_cuts = words
     if stages < 1:
-        return [f"--stages {stages}: must be at least 1."]
+        return [f"{told(of_stages, stages)}: must be at least 1."]
     found = []
     if left := num_ranks % stages:
         fits = [str(n) for n in (num_ranks - left, num_ranks - left + stages) if n]
         found.append(
-            f"--stages {stages}: {num_ranks} ranks do not make whole replicas of {stages} stages; "
-            f"{left} would be left over. Use {' or '.join(fits)} ranks."
+            f"{told(of_stages, stages)}: {num_ranks} ranks do not make whole replicas of {stages} "
+            f"stages; {left} would be left over. Use {' or '.join(fits)} ranks."
         )
-    found += unknown("--schedule", schedule, SCHEDULES)
+    found += unknown(of_schedule, schedule, SCHEDULES)
     if microbatches < 1:
-        found.append(f"--microbatches {microbatches}: must be at least 1.")
-    elif schedule == "sequential" and microbatches != 1:
-        found.append(
-            f"--microbatches {microbatches}: `sequential` takes the batch whole. Use gpipe or "
-            "1f1b, or leave --microbatches out."
-        )
+        found.append(f"{told(of_microbatches, microbatches)}: must be at least 1.")
     if cuts is not None and len(cuts) != stages - 1:
         found.append(
-            f"--cut: {stages} stages have {stages - 1} cuts between them; {len(cuts)} given "
+            f"{of_cuts}: {stages} stages have {stages - 1} cuts between them; {len(cuts)} given "
             f"({', '.join(cuts) or 'none'})."
         )
     return found
@@ -219,14 +225,26 @@ def default_microbatches(schedule: str, stages: int) -> int:
     return 1 if schedule == "sequential" else 2 * stages
 
 
-def link_faults(sync: str, has_link: bool) -> list[str]:
+def whole_batch_note(option: str, schedule: str | None, microbatches: int) -> str:
+    """What is to be said where micro-batches are asked for and the batch is taken whole."""
+    if schedule != "sequential" or microbatches <= 1:
+        return ""
+    return f"{told(option, microbatches)}: sequential takes the batch whole, so there is one."
+
+
+def link_faults(sync: str, has_link: bool, option: str = "--sync") -> list[str]:
     """A fault where a sync would not use the link it is given."""
     if not has_link or sync in LINK_SYNCS:
         return []
     return [
-        f"--sync {sync}: is a collective of torch.distributed's and goes over no other transport. "
-        f"Over zmq go: {', '.join(LINK_SYNCS)}."
+        f"{told(option, sync)}: is a collective of torch.distributed's and goes over no other "
+        f"transport. Over zmq go: {', '.join(LINK_SYNCS)}."
     ]
+
+
+def told(option: str, value: object) -> str:
+    """As the user has written it: `--sync ring` on a command line, `sync='ring'` in a script."""
+    return f"{option}{value!r}" if option.endswith("=") else f"{option} {value}"
 
 
 def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:
@@ -234,9 +252,9 @@ def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:
     known = list(known)
     if value in known:
         return []
-    near = difflib.get_close_matches(value, known, n=2, cutoff=0.6)
+    near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.6)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return [f"{option} {value}: unknown.{hint} Known: {', '.join(known)}."]
+    return [f"{told(option, value)}: unknown.{hint} Known: {', '.join(known)}."]
 
 
 def cache_dir() -> Path:

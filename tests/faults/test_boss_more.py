@@ -146,7 +146,7 @@ def test_optimizers_that_cannot_be_used_are_refused_at_once(boss: Boss) -> None:
 def test_a_train_step_that_makes_no_sense(boss: Boss) -> None:
     boss.place(seeded(), cuts=["1"])
     boss.optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(shoal.SettingsError, match=r"(?s)schedule 2f2b.*reduction none"):
+    with pytest.raises(shoal.SettingsError, match=r"(?s)schedule='2f2b'.*reduction='none'"):
         boss.train_step(rows(), rows(), loss=F.mse_loss, schedule="2f2b", reduction="none")
     with pytest.raises(shoal.SettingsError, match="then the target"):
         boss.train_step(rows(), loss=F.mse_loss)

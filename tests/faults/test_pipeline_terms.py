@@ -21,6 +21,12 @@ for what in sys.argv[1:]:
         if what == "frozen":
             net.requires_grad_(False)
             words["clip_norm"] = 1.0
+        if what == "whole":
+            words |= dict(schedule="sequential", microbatches=8)
+        if what == "words":
+            words |= dict(stages="2", cuts=[1], loss="mse")
+        if what == "loss":
+            words |= dict(stages=1, cuts=[], loss=lambda a, b: (a - b) ** 2)
         try:
             pipe = crew.pipeline(net, **words)
             loss = pipe.step(x[:0], x[:0]) if what == "empty" else pipe.step(x, x)
@@ -31,9 +37,11 @@ for what in sys.argv[1:]:
 
 
 SENTENCES = {
+    "words": "- stages='2': must be a whole number.",
     "schedule": "do not agree on how the model is trained",
     "optimizer": "LBFGS: its step() needs a closure",
     "empty": "x: the batch is empty",
+    "loss": "loss=: gave a tensor of shape (2, 2); it must give one number, the mean",
 }
 """What every rank is told."""
 
@@ -42,7 +50,7 @@ def test_every_rank_is_told(start, tmp_path: Path) -> None:
     """In one run of two ranks."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    whats = (*SENTENCES, "frozen")
+    whats = (*SENTENCES, "frozen", "whole")
     run = start(*SHOAL, "run", "--workers", "2", "--threads", "1", str(path), *whats)
     assert run.end() == 0, run.said
     for rank in range(2):
@@ -50,3 +58,5 @@ def test_every_rank_is_told(start, tmp_path: Path) -> None:
             assert f"[{rank}] {what}: " in run.out
             assert sentence in run.out.partition(f"[{rank}] {what}: ")[2].splitlines()[0]
         assert f"[{rank}] frozen is fine" in run.out
+        assert f"[{rank}] whole is fine" in run.out
+    assert run.said.count("microbatches=8: sequential takes the batch whole, so there is one.") == 2

@@ -64,11 +64,14 @@ def test_stages_started_by_hand(start_warm) -> None:
     """Two; three on three hosts: see lab/test_pipeline_hosts.py."""
     place = ("--init", f"tcp://127.0.0.1:{reserve_port()}", "--world-size", "2", "--stages", "2")
     runs = [
-        start_warm(*train(*place, "--rank", str(rank), "--verify", "--schedule", "sequential"))
-        for rank in range(2)
+        start_warm(
+            *train(*place, "--rank", str(rank), "--verify", "--schedule", "sequential", *more)
+        )
+        for rank, more in enumerate([("--microbatches", "8"), ()])
     ]
     assert [run.end() for run in runs] == [0, 0], [run.said for run in runs]
     assert "0.00e+00" in runs[0].out  # bit for bit
+    assert "--microbatches 8: sequential takes the batch whole, so there is one." in runs[0].out
 
 
 # -- what it refuses -------------------------------------------------------------------------------

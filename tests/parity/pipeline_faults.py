@@ -40,20 +40,17 @@ def refused(crew: shoal.JoinedCrew, words: list[str], act: Callable[[], Any]) ->
 
 def fault_stages_that_do_not_divide_the_ranks(crew: shoal.JoinedCrew) -> None:
     stages = crew.size - 1 if crew.size > 2 else 3
-    words = ["SettingsError", f"--stages {stages}", f"{crew.size} ranks", "left over", "Use "]
+    words = ["SettingsError", f"stages={stages}", f"{crew.size} ranks", "left over", "Use "]
     refused(crew, words, lambda: crew.pipeline(sequential(), stages=stages, transport="dist"))
 
 
 def fault_many_settings_at_once(crew: shoal.JoinedCrew) -> None:
     refused(
         crew,
-        ["SettingsError", "--microbatches 0", "reduction='max'"],
-        lambda: crew.pipeline(sequential(), microbatches=0, reduction="max"),
-    )
-    refused(
-        crew,
-        ["--microbatches 4", "sequential"],
-        lambda: crew.pipeline(sequential(), microbatches=4, schedule="sequential"),
+        ["SettingsError", "microbatches=0", "reduction='max'", "sync='rung'", "clip_norm=-1.0"],
+        lambda: crew.pipeline(
+            sequential(), microbatches=0, reduction="max", sync="rung", clip_norm=-1.0
+        ),
     )
 
 
@@ -119,7 +116,7 @@ def fault_other_models(crew: shoal.JoinedCrew) -> None:
 def fault_more_stages_than_steps(crew: shoal.JoinedCrew) -> None:
     refused(
         crew,
-        ["ModelError", f"{crew.size} stages", "1 steps"],
+        ["ModelError", f"{crew.size} stages", "1 step (0)"],
         lambda: crew.pipeline(nn.Sequential(nn.Linear(6, 3)), transport="dist"),
     )
 
@@ -171,7 +168,9 @@ def fault_asked_before_the_cuts_are_known(crew: shoal.JoinedCrew) -> None:
 def fault_inputs_that_do_not_fit(crew: shoal.JoinedCrew) -> None:
     """Found by the profile, on rank 0; every rank is told."""
     pipe = crew.pipeline(FanOut(), transport="dist", loss=F.cross_entropy, **SGD)
-    refused(crew, ["ModelError", "5)", "step a"], lambda: pipe.step(torch.zeros(4, 5)))
+    refused(
+        crew, ["ModelError", "5)", "step add of the model"], lambda: pipe.step(torch.zeros(4, 5))
+    )
     x, y = rows(4, 0)
     pipe.step(x, y)  # nothing was spoilt
 

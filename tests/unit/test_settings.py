@@ -191,11 +191,6 @@ def test_threads_of_all_processes_fit_the_cores_we_may_use() -> None:
             "--microbatches 0: must be at least 1",
         ),
         (
-            {"stages": 2, "schedule": "sequential", "microbatches": 4},
-            2,
-            "`sequential` takes the batch whole",
-        ),
-        (
             {"stages": 3, "schedule": "1f1b", "cuts": ["fc3"]},
             3,
             "3 stages have 2 cuts between them; 1 given (fc3)",

@@ -36,6 +36,7 @@ from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, materialise
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.partition import Costs
+from shoal.pipeline.plan import name_faults, whole_number_faults
 from shoal.pipeline.portable import pack, to_data
 from shoal.pipeline.profile import choose_cuts_of_batch
 from shoal.pipeline.routes import Routes, route
@@ -140,11 +141,12 @@ class Boss:
         inputs: names of the inputs of `forward` that come with every batch.
         init: `remote`: every worker makes the weights of its own stage; the boss never has them.
         """
+        faults = whole_number_faults("microbatches=", microbatches) + name_faults("cuts=", cuts)
         if init not in ("local", "remote"):
-            raise SettingsError([f"init={init!r}: must be 'local' or 'remote'."])
-        if microbatches < 1:
-            raise SettingsError([f"microbatches={microbatches}: must be at least 1."])
-        made = _made(model, init, seed)
+            faults.append(f"init={init!r}: must be 'local' or 'remote'.")
+        if faults:
+            raise SettingsError(faults)
+        made = _made(model, init, seed, example)
         graph = read(made, inputs)
         check_stages(graph, self._wanted)
         self._graph, self._seed = graph, seed if init == "remote" else None
@@ -272,8 +274,8 @@ class Boss:
         """
         if self._optimizer is None:
             raise ModelError("no optimizer has been made: boss.optimizer(...) comes first.")
-        faults = unknown("schedule", schedule, SCHEDULES)
-        faults += unknown("reduction", reduction, ("mean", "sum"))
+        faults = unknown("schedule=", schedule, SCHEDULES)
+        faults += unknown("reduction=", reduction, ("mean", "sum"))
         if len(inputs) < 2:
             faults.append("train_step(x, y, loss=...): the inputs of the model, then the target.")
         if faults:
@@ -381,7 +383,7 @@ def on_terminal() -> Callable[[str], None]:
     return waiting_line(sys.stderr)
 
 
-def _made(model: Model | str, init: str, seed: int) -> nn.Module:
+def _made(model: Model | str, init: str, seed: int, example: Tree) -> nn.Module:
     """The model, made here or, where workers make its weights, on meta."""
     if isinstance(model, str):
         if faults := factory_faults("boss.place", model):
@@ -393,7 +395,7 @@ def _made(model: Model | str, init: str, seed: int) -> nn.Module:
                 ['init="remote" needs what makes the model, or "package.module:factory": this one '
                  "is made already."]
             )  # fmt: skip
-        made = as_module(model, seed)
+        made = as_module(model, seed, example)
         # A stage has torch's own layers as they are, but of others only what they do: what those
         # begin with is made here.
         own = {
@@ -406,5 +408,5 @@ def _made(model: Model | str, init: str, seed: int) -> nn.Module:
         return made
     if not isinstance(model, nn.Module) and callable(model):
         given = model()
-        return given if isinstance(given, nn.Module) else as_module(given)
-    return as_module(model)
+        return given if isinstance(given, nn.Module) else as_module(given, example=example)
+    return as_module(model, example=example)

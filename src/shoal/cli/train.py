@@ -32,6 +32,7 @@ from shoal.settings import (
     cache_dir,
     default_microbatches,
     threads_each,
+    whole_batch_note,
 )
 from shoal.train.check import check
 from shoal.train.data import catalog
@@ -47,8 +48,8 @@ def train(
     sync: Annotated[
         str | None,
         typer.Option(
-            help=f"How replicas are kept equal: {', '.join(SYNCS)}. Default: {DEFAULTS.sync}; with "
-            "--transport zmq: ring."
+            help=f"How replicas are kept equal: {', '.join(SYNCS)}. Default: {DEFAULTS.sync}; "
+            "with --transport zmq and no --stages: ring."
         ),
     ] = None,
     transport: Annotated[
@@ -75,7 +76,9 @@ def train(
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option(help="Cut each batch into so many. Default: twice the stages."),
+        typer.Option(
+            help="Cut each batch into so many. Default: twice the stages; sequential: always 1."
+        ),
     ] = None,
     cut: Annotated[
         list[str] | None,
@@ -176,6 +179,8 @@ def train(
         elsewhere = [hosts, init, rank, world_size]
         if all(each is None for each in elsewhere) and find_way().kind == "alone":
             workers = workers or stages
+    if note := whole_batch_note("--microbatches", schedule, microbatches or 1):
+        microbatches = 1
     settings = TrainSettings(
         model=model,
         data=data,
@@ -210,6 +215,8 @@ def train(
         others |= {"interface": interface, "boss": boss or None}
         where = _plan_hosts(settings, hosts, others)
         with own_stdout(reserve=as_json) as stdout, Terminal(as_json, out=stdout) as terminal:
+            if note:
+                terminal.note(note)
             code = train_on_hosts(where, settings, terminal, sync=not no_sync)
             if terminal.verdict is not None and not terminal.verdict.passed:
                 code = EXIT_FAILED
@@ -219,6 +226,8 @@ def train(
         _prepare_data(settings)
         quiet_torch()
         with Terminal(as_json, quiet=not ways[0].speaks, out=stdout) as terminal:
+            if note and ways[0].speaks:
+                terminal.note(note)
             if len(ways) == 1 and workers is None:
                 # Brings torch, which a launcher does not need.
                 from shoal.train.rank import run_rank

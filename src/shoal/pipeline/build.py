@@ -16,13 +16,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph, attribute
 from shoal.pipeline.layers import model_of
+from shoal.wire.tree import Tree, tensors_of
 
 Model = nn.Module | Sequence[Any] | Callable[[], Any]
 """A module, a list of layers, or what makes one of them."""
 
 
-def as_module(model: Model, seed: int = 0) -> nn.Module:
-    """A callable is called so that the whole model need not fit here; seed: of what it draws."""
+def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
+    """A callable is called so that the whole model need not fit here; seed: of what it draws.
+
+    example: inputs of a batch, whose shape a list of layers is held against.
+    """
     if isinstance(model, nn.Module):
         return model
     if callable(model):
@@ -30,7 +34,7 @@ def as_module(model: Model, seed: int = 0) -> nn.Module:
             torch.manual_seed(seed)
             made = model()
             if isinstance(made, nn.Module | list | tuple):
-                return as_module(made)
+                return as_module(made, example=example)
         raise ModelError(
             f"{getattr(model, '__name__', model)} gave a {type(made).__name__}; it must give "
             "an nn.Module or a list of layers."
@@ -40,7 +44,8 @@ def as_module(model: Model, seed: int = 0) -> nn.Module:
             f"a {type(model).__name__} is no model: give an nn.Module, a list of layers, or what "
             "makes one of them."
         )
-    return model_of(model)
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(example).values()]
+    return model_of(model, shapes[0] if len(shapes) == 1 else None)
 
 
 @contextmanager
@@ -92,9 +97,10 @@ def outline(graph: Graph) -> list[str]:
 def check_stages(graph: Graph, num_stages: int) -> None:
     num_units = len(graph.units)
     if num_stages > num_units:
+        shown = ", ".join(graph.names()[:10]) + (", ..." if num_units > 10 else "")
         raise ModelError(
-            f"{num_stages} stages for a model of {num_units} steps "
-            f"({', '.join(graph.units[:10])}): every stage needs at least one."
+            f"{num_stages} stages for a model of {num_units} step{'s' * (num_units != 1)} "
+            f"({shown}): every stage needs at least one."
         )
 
 

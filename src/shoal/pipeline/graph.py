@@ -34,6 +34,17 @@ class Graph:
         """Of the units."""
         return [node for node in self.training.nodes if _is_unit(node)]
 
+    def names(self) -> list[str]:
+        """Of the units, as the user knows them: by the module that begins there, if one does."""
+        begins = beginnings(self)
+        return [
+            next(
+                (path for path in reversed(paths_of(node)) if begins.get(path) == number),
+                str(node.name),
+            )
+            for number, node in enumerate(self.nodes())
+        ]
+
     def users(self) -> dict[str, list[int]]:
         """By value: the units that use it; `len(units)` stands for the model's output."""
         number = {name: i for i, name in enumerate(self.units)}
@@ -84,25 +95,61 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     )
 
 
+def paths_of(node: fx.Node) -> list[str]:
+    """Of the modules that a step is computed in, the outermost first."""
+    paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    if node.op == "call_module":
+        paths.append(str(node.target))
+    return list(dict.fromkeys(path for path in paths if path))
+
+
 def modules_in(graph: Graph, units: range) -> list[str]:
     """The model's own modules that are computed in these units; steps where there are none."""
-    nodes = graph.nodes()[units.start : units.stop]
-    names = [str(node.target) for node in nodes if node.op == "call_module"]
-    return list(dict.fromkeys(names)) or graph.units[units.start : units.stop]
+    found = [
+        name
+        for node in graph.nodes()[units.start : units.stop]
+        for name in _modules_of(node, graph.model)
+    ]
+    return list(dict.fromkeys(found)) or graph.names()[units.start : units.stop]
+
+
+def _modules_of(node: fx.Node, model: nn.Module) -> list[str]:
+    """What a step is of: innermost modules, and parameters that a module with others inside has."""
+    if node.op == "call_module":
+        return [str(node.target)]
+    found = [path for path in paths_of(node)[-1:] if not _has_children(model, path)]
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            path = str(source.target)
+            owner = path.rpartition(".")[0]
+            if isinstance(attribute(model, path), nn.Parameter):
+                found.append(path if _has_children(model, owner) else owner or path)
+    return found
+
+
+def _has_children(model: nn.Module, path: str) -> bool:
+    return any(True for _ in model.get_submodule(path).children())
 
 
 # -- cuts by name ----------------------------------------------------------------------------------
 
 
-def unit_of(graph: Graph, name: str) -> int | None:
-    """The unit that module `name` begins with."""
+def beginnings(graph: Graph) -> dict[str, int]:
+    """By module: the unit that it begins with."""
+    found: dict[str, int] = {}
     for number, node in enumerate(graph.nodes()):
-        stack = node.meta.get("nn_module_stack", {})
-        inside = [str(path) for path, _ in stack.values()]
-        if node.op == "call_module":
-            inside.append(str(node.target))
-        if any(path == name or path.startswith(f"{name}.") for path in inside):
-            return number
+        for path in paths_of(node):
+            words = path.split(".")
+            for end in range(1, len(words) + 1):
+                found.setdefault(".".join(words[:end]), number)
+    return found
+
+
+def unit_of(graph: Graph, name: str) -> int | None:
+    """The unit that module `name` begins with, or the step of that name."""
+    begins = beginnings(graph)
+    if name in begins:
+        return begins[name]
     return graph.units.index(name) if name in graph.units else None
 
 
@@ -114,18 +161,16 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
     for name in names:
         number = unit_of(graph, name)
         if number is None and name in known:
-            faults.append(f"--cut {name}: the model has this module, but never calls it.")
+            faults.append(f"cut {name}: the model has this module, but never calls it.")
         elif number is None:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             has = ", ".join(known[:30]) + (", ..." if len(known) > 30 else "")
-            faults.append(
-                f"--cut {name}: the model has no module of that name.{hint} It has: {has}."
-            )
+            faults.append(f"cut {name}: the model has no module of that name.{hint} It has: {has}.")
         elif number == 0:
-            faults.append(f"--cut {name}: is where the model begins; a cut comes before a module.")
+            faults.append(f"cut {name}: is where the model begins; a cut comes before a module.")
         elif cuts and number <= cuts[-1]:
-            faults.append(f"--cut {name}: comes no later than the cut before it.")
+            faults.append(f"cut {name}: comes no later than the cut before it.")
         else:
             cuts.append(number)
     if len(names) != num_stages - 1:
@@ -180,13 +225,14 @@ def shared(graph: Graph) -> list[tuple[int, int]]:
 
 def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
     """Raises ModelError if a cut parts what shares parameters."""
+    names = graph.names()
     faults = []
     for a, b in shared(graph):
         between = [cut for cut in cuts if a < cut <= b]
         if between:
             faults.append(
-                f"{graph.units[a]} and {graph.units[b]} share parameters, and the cut at "
-                f"{graph.units[between[0]]} would part them. Cut elsewhere: before the first or "
+                f"{names[a]} and {names[b]} share parameters, and the cut at "
+                f"{names[between[0]]} would part them. Cut elsewhere: before the first or "
                 "after the last of them."
             )
     if faults:
@@ -238,7 +284,9 @@ def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
     Over a cut memory is not shared, so that the change would not be seen there.
     """
     number = {name: i for i, name in enumerate(graph.units)}
-    names = [*graph.units, "the output"]
+    names = [*graph.names(), "the output"]
+    told = dict(zip(graph.inputs, graph.input_names, strict=True))
+    told |= dict(zip(graph.units, names, strict=False))
     roots = memory_roots(graph, graph.training.nodes)
     users = graph.users()
     faults = []
@@ -252,9 +300,10 @@ def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
             later = [use for use in uses if use > here]
             if roots[value] != root or not made_before or not later:
                 continue
+            what = told[value]
             if any(number.get(root, -1) < cut <= later[-1] for cut in cuts):
                 faults.append(
-                    f"{node.name} changes {value} in place, and {names[later[0]]} uses {value} "
+                    f"{names[here]} changes {what} in place, and {names[later[0]]} uses {what} "
                     "later; with a cut between them it would not see the change. Use inplace=False "
                     "there."
                 )

@@ -25,7 +25,7 @@ from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, mat
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
-from shoal.pipeline.plan import Plan, ReplicaPlace, check_optimizer, plan_faults, terms
+from shoal.pipeline.plan import Plan, ReplicaPlace, check_loss, check_optimizer, plan_faults, terms
 from shoal.pipeline.profile import choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -75,7 +75,7 @@ class Pipeline:
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
-        module = as_module(model, plan.seed)
+        module = as_module(model, plan.seed, example)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
         crew.agree("how the model is trained", terms(plan))
@@ -123,7 +123,8 @@ class Pipeline:
     def _build(self, cuts: list[int]) -> None:
         graph = self._graph
         assert graph is not None
-        self._crew.agree("the cuts", [graph.units[cut] for cut in cuts])
+        names = graph.names()
+        self._crew.agree("the cuts", [names[cut] for cut in cuts])
         check_shared(graph, cuts)
         check_in_place(graph, cuts)
         self.routes: Routes = route(graph, cuts)
@@ -252,6 +253,7 @@ class Pipeline:
             def finish(number: int, output: Any) -> torch.Tensor:
                 nonlocal total
                 loss = self.plan.loss(output, targets[number])  # type: ignore[misc]
+                check_loss(loss, self.plan.reduction)
                 if self.watch is not None:
                     self.watch(loss, output, targets[number], parts[number].size)
                 total = total + loss.detach() * self._part_weight(parts[number])
@@ -314,7 +316,7 @@ class Pipeline:
     def _parts(self, samples: int) -> list[Share]:
         in_turns = self.plan.schedule == "sequential"
         num_stages = 1 if in_turns else self.plan.stages
-        return micro_batches.shares(samples, self.plan.microbatches, num_stages)
+        return micro_batches.shares(samples, 1 if in_turns else self.plan.microbatches, num_stages)
 
     def _named_inputs(self, x: Tree) -> dict[str, Tree]:
         names = [name for _, name in self._inputs]

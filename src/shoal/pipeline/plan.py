@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from shoal.errors import ModelError
 from shoal.layout import Share
-from shoal.settings import stage_faults
+from shoal.settings import ARGUMENTS, stage_faults, told
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -52,11 +53,94 @@ class ReplicaPlace:
 
 
 def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
-    """Every fault that is visible in the values alone."""
-    found = stage_faults(plan.stages, num_ranks, plan.schedule, plan.microbatches, plan.cuts)
+    """Every fault that is visible in the values alone, in the words of a script."""
+    of_stages = whole_number_faults("stages=", plan.stages)
+    of_microbatches = whole_number_faults("microbatches=", plan.microbatches)
+    of_cuts = name_faults("cuts=", plan.cuts)
+    found = of_stages + of_microbatches + of_cuts
+    found += stage_faults(
+        num_ranks if of_stages else plan.stages,
+        num_ranks,
+        plan.schedule,
+        1 if of_microbatches else plan.microbatches,
+        None if of_cuts or of_stages else plan.cuts,
+        ARGUMENTS,
+    )
     if plan.reduction not in ("mean", "sum"):
         found.append(f"reduction={plan.reduction!r}: must be 'mean' or 'sum'.")
-    return found
+    loss: Any = plan.loss  # a script's types are nobody's business but ours
+    if loss is not None and not callable(loss):
+        found.append(
+            f"{_shown('loss=', loss)}: must be a function (output, target) -> loss, such as "
+            "torch.nn.functional.mse_loss."
+        )
+    norm: Any = plan.clip_norm
+    if norm is not None and not (isinstance(norm, float | Real) and float(norm) > 0):
+        found.append(f"{_shown('clip_norm=', norm)}: must be a positive number.")
+    limits = plan.memory_bytes
+    if limits is not None and not (
+        _is_list(limits) and all(isinstance(n, int | Real) for n in limits)
+    ):
+        found.append(f"{_shown('memory_bytes=', limits)}: must be a list of numbers.")
+    seed: Any = plan.seed
+    if not isinstance(seed, int | Integral):
+        found.append(f"{_shown('seed=', seed)}: must be a whole number.")
+    return found + name_faults("inputs=", plan.inputs) + _optimizer_faults(plan)
+
+
+def whole_number_faults(option: str, value: Any) -> list[str]:
+    """Of a count, in a script; one that is too small is a fault as well."""
+    if isinstance(value, bool) or not isinstance(value, int | Integral):
+        return [f"{_shown(option, value)}: must be a whole number."]
+    return [] if int(value) >= 1 else [f"{told(option, value)}: must be at least 1."]
+
+
+def name_faults(option: str, value: Any) -> list[str]:
+    """Of a list of names, in a script."""
+    if value is None or (_is_list(value) and all(isinstance(each, str) for each in value)):
+        return []
+    return [f"{_shown(option, value)}: must be a list of names, such as {option}['conv2']."]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _shown(option: str, value: object) -> str:
+    """In one line, whatever it is."""
+    text = " ".join(told(option, value).split())
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _optimizer_faults(plan: Plan) -> list[str]:
+    optimizer: Any = plan.optimizer
+    options = plan.optimizer_options
+    if optimizer is None:
+        return [
+            f"{option}=: is no word of pipeline(); it would be an option of optimizer=, and there "
+            "is none."
+            for option in options
+        ]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        return [
+            f"optimizer=: is made already, for parameters that are not this rank's. Give what "
+            f"makes one, and its options: optimizer=torch.optim.{kind}, lr=0.01."
+        ]
+    if not callable(optimizer):
+        return [
+            f"{_shown('optimizer=', optimizer)}: must be a class, such as torch.optim.SGD, or a "
+            "function of parameters."
+        ]
+    try:
+        signature = inspect.signature(optimizer)
+    except ValueError:  # written in C: it will say itself what it does not take
+        return []
+    try:
+        signature.bind([], **options)
+    except TypeError as error:
+        return [f"optimizer={getattr(optimizer, '__name__', optimizer)}: {error}."]
+    return []
 
 
 def terms(plan: Plan) -> list[str]:
@@ -64,7 +148,7 @@ def terms(plan: Plan) -> list[str]:
     return [
         f"{plan.stages} stages",
         plan.schedule,
-        f"{plan.microbatches} micro-batches",
+        f"{1 if plan.schedule == 'sequential' else plan.microbatches} micro-batches",
         f"loss is a {plan.reduction}" if plan.loss else "no loss",
         "an optimizer" if plan.optimizer else "no optimizer",
         f"clip_norm {plan.clip_norm}",
@@ -80,3 +164,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}: its step() needs a closure that computes the loss again, "
             "and here no rank can do so by itself. Use an optimizer whose step() needs none."
         )
+
+
+def check_loss(loss: object, reduction: str) -> None:
+    """What loss= has given for a micro-batch must be one number, to go back from."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    given = f"a {type(loss).__name__}"
+    if isinstance(loss, torch.Tensor):
+        given = f"a tensor of shape {tuple(loss.shape)}"
+    raise ModelError(
+        f"loss=: gave {given}; it must give one number, the {reduction} over the samples that it "
+        f"was given (reduction={reduction!r})."
+    )

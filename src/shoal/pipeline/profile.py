@@ -15,10 +15,11 @@ from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import materialise
-from shoal.pipeline.graph import Graph, attribute, shared
+from shoal.pipeline.graph import Graph, attribute, paths_of, shared
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule
+from shoal.pipeline.widths import taken_by
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 REPEATS = 5
@@ -93,8 +94,10 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: l
     number = {name: i for i, name in enumerate(graph.units)}
     last = len(number) - 1  # what the model returns is wanted where the last unit is
     users = {name: sorted({min(u, last) for u in uses}) for name, uses in graph.users().items()}
+    names = graph.names()
     known: dict[str, Any] = {}
     """By value: what it is; it needs a gradient here where it does in the model."""
+    faults: list[_DoesNotFit] = []
     for node in graph.training.nodes:
         if node.op == "placeholder":
             known[node.name] = detached(inputs[node.name])
@@ -103,10 +106,20 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: l
             # A leaf of its own: the model's must not collect gradients here.
             known[node.name] = _leaves(_real(attribute(graph.model, str(node.target))))
         elif node.name in number:
-            result, unit = _timed(node, graph, known)
+            if any(source.name not in known for source in node.all_input_nodes):
+                continue  # after a fault: nobody knows what would come
+            try:
+                result, unit = _timed(node, graph, known, names[number[node.name]])
+            except _DoesNotFit as error:
+                faults.append(error)
+                known |= _if_it_fitted(node, graph, known)
+                continue
             known[node.name] = result
             units.append(unit)
             values.append(_value(result, number[node.name], users[node.name], has_gradient=True))
+
+    if faults:
+        raise ModelError([str(fault) for fault in faults]) from faults[0].__cause__
 
 
 def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bool) -> Value:
@@ -134,7 +147,43 @@ def _real(tensor: Any) -> Any:
     return torch.ones_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
 
 
-def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Unit]:
+class _DoesNotFit(Exception):
+    """A step does not take what comes to it; in the user's words."""
+
+
+def _if_it_fitted(node: fx.Node, graph: Graph, known: dict[str, Any]) -> dict[str, Any]:
+    """What a layer would have given, were its input as wide as it takes, so that others are tried.
+
+    By the name of the value; empty where that cannot be told.
+    """
+    if node.op != "call_module" or not node.args or not isinstance(node.args[0], fx.Node):
+        return {}
+    call, _ = _callable(node, graph.model)
+    taken = taken_by(graph.model.get_submodule(str(node.target)))
+    came = known[node.args[0].name]
+    if taken is None or not isinstance(came, torch.Tensor) or came.dim() < -taken.axis:
+        return {}
+    shape = list(came.shape)
+    shape[taken.axis] = taken.size
+    try:
+        with torch.no_grad():
+            return {node.name: call(torch.zeros(shape, dtype=came.dtype))}
+    except Exception:  # it was not the width: whatever was wrong has been told
+        return {}
+
+
+def _told(node: fx.Node, model: nn.Module) -> str:
+    """A step, as its user knows it."""
+    paths = paths_of(node)
+    module = (
+        f"module {paths[-1]} ({type(model.get_submodule(paths[-1])).__name__})" if paths else ""
+    )
+    if node.op == "call_module":
+        return module
+    return f"step {node.name} of {module or 'the model'}"
+
+
+def _timed(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tuple[Any, Unit]:
     call, parameters = _callable(node, graph.model)
     forward_s, backward_s, kept = [], [], 0
     result: Any = None
@@ -147,8 +196,8 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
                 result = call(*args, **kwargs)
         except Exception as error:
             shapes = [tuple(t.shape) for t in tensors_of([*args, *kwargs.values()]).values()]
-            raise ModelError(
-                f"step {node.name} of the model does not take what comes to it, of shapes "
+            raise _DoesNotFit(
+                f"{_told(node, graph.model)} does not take what comes to it, of shapes "
                 f"{', '.join(map(str, shapes))}: {error}"
             ) from error
         middle = time.perf_counter()
@@ -167,7 +216,7 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any]) -> tuple[Any, Uni
         if isinstance(used, nn.Parameter):
             size += used.nbytes
     # Not the first, which has no gradient to add to. The fastest: what is slower was disturbed.
-    unit = Unit(node.name, min(forward_s[1:]), min(backward_s[1:]), size, kept)
+    unit = Unit(name, min(forward_s[1:]), min(backward_s[1:]), size, kept)
     return result, unit
 
 

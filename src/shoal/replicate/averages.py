@@ -28,7 +28,7 @@ def stage_averages(
     crew: Crew, num_stages: int, sync: str, link: Link | None = None
 ) -> StageAverages | None:
     """Between the replicas of this rank's stage; None where there is one. Every rank calls this."""
-    if faults := unknown("--sync", sync, SYNCS):
+    if faults := unknown("sync=", sync, SYNCS):
         raise SettingsError(faults)
     layout = Layout(replicas=crew.size // num_stages, stages=num_stages)
     if layout.replicas == 1:

@@ -49,7 +49,8 @@ def replicate(
 
     link: what `ring` and `serial-ring` send over, instead of torch.distributed.
     """
-    if faults := unknown("sync", sync, SYNCS) or link_faults(sync, link is not None):
+    faults = unknown("sync=", sync, SYNCS) or link_faults(sync, link is not None, "sync=")
+    if faults:
         raise SettingsError(faults)
     module.to(crew.device)
     crew.agree("sync= of replicate()", sync)

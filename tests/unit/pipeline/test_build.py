@@ -13,7 +13,7 @@ from torch.nn import functional
 from shoal.errors import ModelError
 from shoal.pipeline.build import as_module, check_stages, is_on_meta, materialise, outline
 from shoal.pipeline.graph import read
-from shoal.pipeline.layers import Layer
+from shoal.pipeline.layer import Layer
 from shoal.pipeline.routes import route
 from shoal.pipeline.split import OUTPUT
 from shoal.pipeline.stage import Stage
@@ -127,7 +127,11 @@ def test_more_stages_than_steps() -> None:
     check_stages(graph, 2)
     with pytest.raises(ModelError) as caught:
         check_stages(graph, 3)
-    assert str(caught.value).startswith("3 stages for a model of 2 steps (_0, _1)")
+    assert str(caught.value).startswith("3 stages for a model of 2 steps (0, 1)")
+    with pytest.raises(ModelError, match=r"a model of 12 steps \(0, .*, 9, \.\.\.\): every stage"):
+        check_stages(read(nn.Sequential(*(nn.ReLU() for _ in range(12)))), 13)
+    with pytest.raises(ModelError, match=r"a model of 1 step \(0\): every stage"):
+        check_stages(read(nn.Sequential(square())), 2)
 
 
 # -- weights ---------------------------------------------------------------------------------------

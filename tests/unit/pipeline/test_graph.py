@@ -17,6 +17,7 @@ from shoal.pipeline.graph import (
     check_in_place,
     check_shared,
     cuts_at,
+    modules_in,
     read,
     shared,
     tensors_used,
@@ -207,6 +208,83 @@ def test_reading_changes_no_buffer() -> None:
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
+# -- which modules are where -----------------------------------------------------------------------
+
+
+class Own(nn.Linear):
+    """torch.fx sees into it, since it is the user's."""
+
+
+class Scaled(nn.Module):
+    """Several steps, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale / x.norm()
+
+
+class Block(nn.Module):
+    """Others inside, a parameter beside them, and steps that are nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+        self.inner = Own(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x + self.shift)) + x
+
+
+def users_own() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Flatten(), Own(WIDTH, WIDTH), nn.ReLU(), Scaled(), Own(WIDTH, WIDTH), Block(), square()
+    )
+
+
+def test_modules_of_the_users_own_are_named() -> None:
+    graph = read(users_own())
+    whole = ["0", "1", "2", "3", "4", "5.shift", "5.inner", "6"]
+    assert modules_in(graph, range(len(graph.units))) == whole
+    (cut,) = cuts_at(graph, ["4"], 2)
+    assert modules_in(graph, range(cut)) == whole[:4]
+    assert modules_in(graph, range(cut, len(graph.units))) == whole[4:]
+    assert modules_in(graph, range(cut, cut + 1)) == ["4"]
+
+
+def test_every_parameter_is_in_a_module_that_is_named() -> None:
+    model = users_own()
+    named = modules_in(graph := read(model), range(len(graph.units)))
+    for name, _ in model.named_parameters():
+        assert any(f"{name}.".startswith(f"{each}.") for each in named), name
+
+
+def test_a_parameter_of_the_model_itself_is_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.a = nn.Parameter(torch.ones(WIDTH)), square()
+            self.register_buffer("mask", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.a(x + self.table) * self.mask)
+
+    graph = read(Net())
+    assert [modules_in(graph, range(i, i + 1)) for i in range(4)] == [
+        ["table"], ["a"], ["mul"], ["relu"]
+    ]  # fmt: skip
+
+
+def test_a_unit_has_the_name_that_a_cut_would_take() -> None:
+    graph = read(users_own())
+    assert graph.names() == [
+        "0", "1", "2", "3", "norm", "truediv", "4", "5", "5.inner", "relu", "add_1", "6"
+    ]  # fmt: skip
+    assert [unit_of(graph, name) for name in graph.names()] == list(range(len(graph.units)))
+
+
 # -- cuts by name ----------------------------------------------------------------------------------
 
 
@@ -296,7 +374,7 @@ def test_cuts_by_name() -> None:
 
 def test_an_unknown_name_is_told_near_ones() -> None:
     (fault,) = cut_faults(MnistCnn(), ["conv4"], 2)
-    assert fault.startswith("--cut conv4: the model has no module of that name. Did you mean conv")
+    assert fault.startswith("cut conv4: the model has no module of that name. Did you mean conv")
     assert "It has: conv1, pool1, conv2, pool2, conv3, pool3, fc1, fc2." in fault
 
 
@@ -321,20 +399,20 @@ def test_a_module_that_computes_nothing_is_not_called_unknown() -> None:
             return self.b(self.a(x))
 
     (fault,) = cut_faults(Net(), ["unused"], 2)
-    assert "--cut unused" in fault
+    assert "cut unused" in fault
     assert "no module of that name" not in fault
 
 
 def test_the_first_module_is_no_place_for_a_cut() -> None:
     for name in ("layer1", "layer1.0"):
         (fault,) = cut_faults(ConvNet(), [name], 2)
-        assert fault.startswith(f"--cut {name}: is where the model begins")
+        assert fault.startswith(f"cut {name}: is where the model begins")
 
 
 @pytest.mark.parametrize("names", [["fc2", "conv2"], ["fc1", "fc1"]])
 def test_cuts_in_the_wrong_order(names: list[str]) -> None:
     (fault,) = cut_faults(MnistCnn(), names, 3)
-    assert fault == f"--cut {names[1]}: comes no later than the cut before it."
+    assert fault == f"cut {names[1]}: comes no later than the cut before it."
 
 
 @pytest.mark.parametrize(
@@ -353,7 +431,7 @@ def test_the_wrong_number_of_cuts(names: list[str], num_stages: int, says: str) 
 def test_all_faults_of_cuts_at_once() -> None:
     faults = cut_faults(MnistCnn(), ["conv1", "fc2", "fc3", "conv2"], 3)
     assert [fault.partition(":")[0] for fault in faults] == [
-        "--cut conv1", "--cut fc3", "--cut conv2", "3 stages need 2 cuts; 4 given"
+        "cut conv1", "cut fc3", "cut conv2", "3 stages need 2 cuts; 4 given"
     ]  # fmt: skip
 
 

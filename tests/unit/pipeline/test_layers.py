@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.pipeline.layers import Layer, model_of, needs_only_torch
+from shoal.pipeline.layer import Layer
+from shoal.pipeline.layers import model_of, needs_only_torch
 
 WIDTH = 16
 

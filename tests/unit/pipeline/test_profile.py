@@ -29,7 +29,7 @@ def square() -> nn.Linear:
 def by_name(model: nn.Module, inputs: dict[str, Any]) -> tuple[dict[str, Unit], dict[str, Value]]:
     graph = read(model)
     units, values = profile(graph, inputs)
-    assert [unit.name for unit in units] == graph.units
+    assert [unit.name for unit in units] == graph.names()
     names = [*graph.inputs, *graph.units]
     return {unit.name: unit for unit in units}, dict(zip(names, values, strict=True))
 
@@ -92,7 +92,7 @@ IDS = [type(model).__name__ for model, _ in MODELS]
 @pytest.mark.parametrize(("model", "inputs"), MODELS, ids=IDS)
 def test_every_step_has_its_costs(model: nn.Module, inputs: dict[str, Any]) -> None:
     units, values = profile(graph := read(model), inputs)
-    assert [unit.name for unit in units] == graph.units
+    assert [unit.name for unit in units] == graph.names()
     assert all(unit.forward_s > 0 and unit.backward_s >= 0 for unit in units)
     assert len(values) == len(graph.inputs) + len(units)
     last = len(units) - 1  # where the model's output is
@@ -131,7 +131,7 @@ def test_a_slow_step_is_found() -> None:
     model = nn.Sequential(nn.ReLU(), Slow(), nn.ReLU())
     units, _ = profile(graph := read(model), {read(model).inputs[0]: torch.rand(32, 32) / 32})
     slowest = max(units, key=lambda unit: unit.forward_s)
-    assert slowest.name == graph.units[1]
+    assert slowest.name == graph.names()[1]
 
 
 @pytest.mark.parametrize(("model", "inputs"), MODELS, ids=IDS)
@@ -260,9 +260,29 @@ def test_a_shape_that_does_not_fit_is_named_with_its_step() -> None:
     with pytest.raises(ModelError) as caught:
         profile(graph, {graph.inputs[0]: torch.randn(3, WIDTH)})
     text = str(caught.value)
-    assert text.startswith(f"step {graph.units[2]} of the model")
+    assert text.startswith("module 2 (Linear) does not take what comes to it")
     assert f"(3, {WIDTH})" in text
     assert caught.value.__cause__ is not None
+
+
+def test_every_shape_that_does_not_fit_is_reported() -> None:
+    """After one that does not, what it would have given."""
+
+    class Own(nn.Linear):
+        """torch.fx sees into it."""
+
+    class Pick(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 9] * 2
+
+    odd = nn.Linear(WIDTH + 1, 3)
+    model = nn.Sequential(odd, nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 2), Own(3, 1), Pick())
+    with pytest.raises(ModelError) as caught:
+        profile(read(model), {read(model).inputs[0]: torch.randn(3, WIDTH)})
+    found = [fault.partition(" does not take")[0] for fault in caught.value.faults]
+    assert found == ["module 0 (Linear)", "module 2 (Linear)", "step linear of module 4 (Own)"]
+    assert "of shapes (3, 3)" in caught.value.faults[1]
+    assert isinstance(caught.value.__cause__, RuntimeError)  # for --debug
 
 
 def test_shapes_that_do_not_fit_each_other() -> None:

@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from shoal.errors import ModelError, WireError
 from shoal.pipeline.graph import Graph, cuts_at, read
-from shoal.pipeline.layers import Layer, model_of
+from shoal.pipeline.layer import Layer
+from shoal.pipeline.layers import model_of
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.profile import UNSENDABLE, choose_cuts, profile
 from shoal.pipeline.routes import Port, Routes, route

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from shoal.errors import ModelError
-from shoal.pipeline.layers import Layer, model_of
+from shoal.pipeline.build import as_module
+from shoal.pipeline.layer import Layer
+from shoal.pipeline.layers import model_of
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns
-from shoal.pipeline.plan import Plan, check_optimizer, terms
+from shoal.pipeline.plan import Plan, check_loss, check_optimizer, plan_faults, terms
 
 # -- terms -----------------------------------------------------------------------------------------
 
@@ -41,6 +43,78 @@ def test_terms_that_differ(other: dict[str, Any]) -> None:
 def test_terms_are_the_same_where_only_objects_differ() -> None:
     """A loss may be a lambda, which is another object in every process."""
     assert terms(replace(PLAN, loss=lambda a, b: (a - b).sum())) == terms(PLAN)
+
+
+def test_sequential_takes_the_batch_whole_whatever_is_said() -> None:
+    plan = replace(PLAN, schedule="sequential")
+    assert terms(replace(plan, microbatches=8)) == terms(replace(plan, microbatches=1))
+    assert plan_faults(replace(plan, microbatches=8), 2) == []
+
+
+# -- what a script says ----------------------------------------------------------------------------
+
+MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"microbatches": 2.5}, "microbatches=2.5: must be a whole number."),
+        ({"microbatches": "4"}, "microbatches='4': must be a whole number."),
+        ({"microbatches": True}, "microbatches=True: must be a whole number."),
+        ({"microbatches": 0}, "microbatches=0: must be at least 1."),
+        ({"stages": "2"}, "stages='2': must be a whole number."),
+        ({"stages": 0}, "stages=0: must be at least 1."),
+        ({"stages": 3}, "stages=3: 2 ranks do not make whole replicas of 3 stages; 2 would be"),
+        ({"schedule": "1f2b"}, "schedule='1f2b': unknown. Did you mean 1f1b?"),
+        ({"schedule": None}, "schedule=None: unknown."),
+        ({"cuts": [1]}, "cuts=[1]: must be a list of names"),
+        ({"cuts": "fc"}, "cuts='fc': must be a list of names, such as cuts=['conv2']."),
+        ({"cuts": ["a", "b"]}, "cuts=: 2 stages have 1 cuts between them; 2 given (a, b)."),
+        ({"inputs": "x"}, "inputs='x': must be a list of names"),
+        ({"loss": "mse"}, "loss='mse': must be a function (output, target) -> loss"),
+        ({"optimizer": "sgd"}, "optimizer='sgd': must be a class, such as torch.optim.SGD"),
+        ({"optimizer": MADE}, "optimizer=: is made already"),
+        ({"optimizer_options": {"microbatch": 4}}, "optimizer=SGD: got an unexpected keyword"),
+        ({"optimizer": None, "optimizer_options": {"lr": 1}}, "lr=: is no word of pipeline()"),
+        ({"clip_norm": "1"}, "clip_norm='1': must be a positive number."),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0: must be a positive number."),
+        ({"clip_norm": float("nan")}, "clip_norm=nan: must be a positive number."),
+        ({"memory_bytes": 9}, "memory_bytes=9: must be a list of numbers."),
+        ({"seed": "1"}, "seed='1': must be a whole number."),
+    ],
+)
+def test_a_word_that_cannot_be(words: dict[str, Any], says: str) -> None:
+    (fault,) = plan_faults(replace(PLAN, **words), 2)
+    assert fault.startswith(says)
+    assert "--" not in fault
+    assert "\n" not in fault
+
+
+def test_all_of_them_at_once() -> None:
+    words = {"stages": "2", "microbatches": 2.5, "cuts": [1], "loss": "mse", "clip_norm": 0}
+    found = plan_faults(replace(PLAN, **words, optimizer="sgd"), 2)
+    assert [fault.partition("=")[0] for fault in found] == [
+        "stages", "microbatches", "cuts", "loss", "clip_norm", "optimizer"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"cuts": ("a",)}, {"clip_norm": 1}, {"clip_norm": float("inf")}, {"inputs": ["x"]}],
+)
+def test_words_that_are_fine(words: dict[str, Any]) -> None:
+    assert plan_faults(replace(PLAN, **words), 2) == []
+
+
+def test_a_loss_is_one_number() -> None:
+    check_loss(torch.tensor(1.0), "mean")
+    with pytest.raises(
+        ModelError, match=r"gave a tensor of shape \(4, 2\); it must give one number"
+    ):
+        check_loss(torch.zeros(4, 2), "mean")
+    with pytest.raises(ModelError, match=r"gave a float; .* the sum over"):
+        check_loss(1.0, "sum")
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -80,8 +154,105 @@ def test_every_shape_that_does_not_fit_is_reported() -> None:
     assert len(found) == 4
     assert "layer 4 (Linear): takes 'unknown'" in found[0]
     assert found[1].startswith("layer 0 (Linear): does not take (32, 2): ")
-    assert found[2] == "layer 3 (Linear): the list says that r is (32, 16), and it is (32, 3)"
-    assert found[3].startswith("layer 3 (Linear): does not take (32, 3), (32, 16): ")
+    # And goes on with what that layer would have given.
+    assert (
+        found[2] == "layer 1 (ReLU): the list says that its input is (32, 17), and it is (32, 16)"
+    )
+    assert found[3] == "layer 3 (Linear): the list says that r is (32, 16), and it is (32, 3)"
+
+
+def test_a_wrong_shape_is_reported_once() -> None:
+    """The layer takes what comes to it: only the list is wrong."""
+    assert faults_of(linear(1, 16, (32, 1)), linear(16, 16, (32, 15)), linear(16, 1, (32, 16))) == [
+        "layer 1 (Linear): the list says that its input is (32, 15), and it is (32, 16)"
+    ]
+    found = faults_of(linear(1, 16, (32, 1)), linear(17, 16, (32, 15)))
+    assert [fault.split(": ")[1][:14] for fault in found] == ["the list says ", "does not take "]
+
+
+def full(a: int, b: int, **words: Any) -> Layer:
+    return Layer(nn.Linear, in_features=a, out_features=b, **words)
+
+
+def misfit(number: int, kind: str, word: str, wanted: int, comes: int) -> str:
+    return f"layer {number} ({kind}): {word} is {wanted}, and what comes has {comes}"
+
+
+def test_layers_that_do_not_fit_are_seen_without_any_batch() -> None:
+    assert faults_of(full(1, 16), full(17, 16), full(16, 3), full(4, 1)) == [
+        misfit(1, "Linear", "in_features", 17, 16),
+        misfit(3, "Linear", "in_features", 4, 3),
+    ]
+
+
+def test_names_and_shapes_are_reported_together() -> None:
+    found = faults_of(
+        full(1, 16, gives="r"), full(16, 16, gives="r"), full(16, 16, takes="q"),
+        full(17, 1, takes="zz"),
+    )  # fmt: skip
+    assert [fault.split(": ", 1)[1] for fault in found] == [
+        "gives 'r', which layer 0 gives already",
+        "takes 'q', which no layer gives",
+        "takes 'zz', which no layer gives",
+        "in_features is 17, and what comes has 16",
+    ]
+
+
+def test_a_batch_shows_what_widths_do_not() -> None:
+    layers = [Layer(nn.Conv2d, 1, 4, 3), nn.Flatten(), full(100, 8), full(9, 2), full(2, 2)]
+    assert faults_of(*layers) == [misfit(3, "Linear", "in_features", 9, 8)]
+    with pytest.raises(ModelError) as caught:
+        as_module(layers, example=torch.zeros(5, 1, 8, 8))
+    flat, narrow = caught.value.faults
+    assert flat.startswith("layer 2 (Linear): does not take (5, 144): ")
+    assert narrow.startswith("layer 3 (Linear): does not take (5, 8): ")
+
+
+class OwnLinear(nn.Linear):
+    """As torch's."""
+
+
+class Doubling(nn.Linear):
+    """Its input is not what it multiplies."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.cat([x, x], -1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        (
+            [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(9), nn.MaxPool2d(2), nn.Conv2d(7, 2, 1)],
+            [(1, "BatchNorm2d", "num_features", 9, 8), (3, "Conv2d", "in_channels", 7, 9)],
+        ),
+        ([full(1, 8), nn.LayerNorm((3, 9))], [(1, "LayerNorm", "normalized_shape", 9, 8)]),
+        ([nn.Embedding(9, 8), nn.Dropout(), full(9, 1)], [(2, "Linear", "in_features", 9, 8)]),
+        ([OwnLinear(1, 8), OwnLinear(9, 1)], [(1, "OwnLinear", "in_features", 9, 8)]),
+        (
+            [
+                Layer(nn.Conv1d, 1, 8, 1, gives="a"),
+                nn.ReLU(),
+                Layer(nn.Conv1d, 17, 1, 1, takes="a", combine="cat"),
+            ],
+            [(2, "Conv1d", "in_channels", 17, 16)],
+        ),
+        ([full(1, 8), nn.Sequential(nn.ReLU(), full(8, 4).build()), full(5, 1)],
+         [(2, "Linear", "in_features", 5, 4)]),
+    ],
+)  # fmt: skip
+def test_what_layers_say_of_themselves(layers: list[Any], found: list[Any]) -> None:
+    assert faults_of(*layers) == [misfit(*each) for each in found]
+
+
+def test_inside_a_sequential_and_in_a_sum() -> None:
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(9, 4))
+    assert faults_of(full(1, 8), inner) == [
+        "layer 1 (Sequential): its 1 (Linear): in_features is 9, and what comes has 8"
+    ]
+    assert faults_of(full(1, 8, gives="a"), full(8, 9), full(9, 1, takes="a")) == [
+        "layer 2 (Linear): its input has 9 and a has 8: they cannot be added"
+    ]
 
 
 def test_a_shape_other_than_what_comes() -> None:
@@ -125,7 +296,13 @@ def test_a_lazy_layer_is_left_as_it_is() -> None:
         [linear(4, 8, (32, 4)), (Choosing, {}, (32, 8)), linear(8, 2, (32, 8))],
         [(nn.BatchNorm1d, {"num_features": 4}, (32, 4)), (nn.Dropout, {}, (32, 4))],
         [(nn.LSTM, {"input_size": 4, "hidden_size": 4}, (7, 2, 4)), (nn.Identity, {}, ())],
-        [Layer(nn.Linear, 4, 8), Layer(nn.Linear, 9, 2)],  # nothing is said
+        [Layer(nn.Linear, 4, 8), Doubling(16, 2)],
+        [Layer(nn.Linear, 4, 8), nn.Flatten(), Layer(nn.Linear, 24, 2)],  # of (batch, 3, 4)
+        [Layer(nn.Linear, 4, 8), nn.BatchNorm1d(3)],  # the same
+        [Layer(nn.Linear, 4, 8), nn.LazyLinear(3), Layer(nn.Linear, 3, 2)],
+        [Layer(nn.Conv2d, 1, 8, 3), Layer(nn.Linear, 5, 2), nn.Flatten(), Layer(nn.Linear, 9, 2)],
+        [Layer(nn.Linear, 4, 1, gives="a"), full(1, 8), full(8, 2, takes="a")],  # 1 is spread
+        [Layer(nn.Linear, 4, 8, gives="a"), full(16, 2, takes="a", combine="cat")],
         [(nn.Linear, {"in_features": 4, "out_features": 2, "dtype": torch.float64}, (32, 4))],
         [linear(4, 8, (32, 4)), (Holding, {}, (32, 8))],
     ],
@@ -134,12 +311,13 @@ def test_shapes_that_are_no_fault(layers: list[Any]) -> None:
     torch.manual_seed(1)
     model = model_of(layers)
     torch.manual_seed(1)
-    again = [Layer(x[0], **x[1]).build() if isinstance(x, tuple) else x.build() for x in layers]
+    built = [Layer(x[0], **x[1]) if isinstance(x, tuple) else x for x in layers]
+    again = [x.build() if isinstance(x, Layer) else x for x in built]
     # Looking at shapes draws no numbers, and changes nothing.
     for tensor, same in zip(
         model.state_dict().values(), nn.Sequential(*again).state_dict().values(), strict=True
     ):
-        assert torch.equal(tensor, same)
+        assert is_lazy(tensor) or torch.equal(tensor, same)
 
 
 # -- cuts where stages take turns ------------------------------------------------------------------
