@@ -32,6 +32,7 @@ def test_names() -> None:
         ("-oProxyCommand=x", "is no name of a host"),
         ("laptop;rm", "is no name of a host"),
         ("laptop:0", "expected NAME or NAME:SLOTS"),
+        ("laptop:99999", "slots = 99999; at most 512"),
         ("laptop:two", "expected NAME or NAME:SLOTS"),
         ("laptop,laptop", "laptop is there twice. Say laptop:2"),
         ("absent.toml", "there is no such file. `shoal hosts init"),
