@@ -14,6 +14,7 @@ from shoal.errors import SettingsError
 from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import describe
+from shoal.launch.output import text_of
 from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, inherited_environment, variables_of
 from shoal.settings import threads_each
@@ -81,9 +82,9 @@ def run(
         argv = [sys.executable, *(["-m"] if module else []), *command]
         commands.append(RankCommand(rank=rank, argv=argv, environment=env))
 
-    def show(rank: int, stream: Stream, line: str) -> None:
+    def show(rank: int, stream: Stream, line: bytes) -> None:
         prefix = f"[{rank}] " if workers > 1 else ""
-        print(f"{prefix}{line}", file=getattr(sys, stream), flush=True)
+        print(f"{prefix}{text_of(line)}", file=getattr(sys, stream), flush=True)
 
     try:
         cause = run_ranks(commands, Listener(on_line=show))
