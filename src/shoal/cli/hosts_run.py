@@ -14,8 +14,9 @@ from shoal.cli.order import RankOrder
 from shoal.launch.hosts import Host
 from shoal.launch.local import EVENTS_FD, Interrupted
 from shoal.launch.messages import RankTask
-from shoal.launch.on_hosts import Site, Watcher, run_on_hosts
+from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe, end_in
+from shoal.launch.results import Site
 from shoal.rendezvous.ways import Way, variables_of
 from shoal.report import events
 from shoal.report.run_folder import make_folder, note_folder
@@ -53,9 +54,10 @@ def run_script(
     def show(host: Host, rank: int, stream: str, text: str) -> None:
         print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
 
+    watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
     try:
         cause = run_on_hosts(
-            hosts, folder, make_tasks, Watcher(on_line=show, notify=waiting_line(sys.stderr)),
+            hosts, folder, make_tasks, watcher,
             project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
         )  # fmt: skip
     except Interrupted as interrupted:
@@ -109,7 +111,7 @@ def _train(
 
     try:
         cause = run_on_hosts(
-            hosts, folder, make_tasks, Watcher(on_line, on_event, notify),
+            hosts, folder, make_tasks, Watcher(on_line, on_event, notify, tell),
             project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=keys,
         )  # fmt: skip
     except Interrupted as interrupted:
@@ -120,6 +122,11 @@ def _train(
     if not settings.verify:
         note_folder(folder)
     return 0
+
+
+def tell(text: str) -> None:
+    """Beside an error."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 def owners(sites: list[Site]) -> list[Site]:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import typer
 
+from shoal.cli.hosts_run import tell
 from shoal.errors import SettingsError
 from shoal.launch.hosts import Host
 from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
-from shoal.launch.on_hosts import Site, Watcher, run_on_hosts
+from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe
+from shoal.launch.results import Site
 from shoal.rendezvous.ways import Way
 from shoal.report.run_folder import make_folder
 from shoal.report.waiting import waiting_line
@@ -57,9 +59,10 @@ def workers_on_hosts(
         def show(host: Host, rank: int, stream: str, text: str) -> None:
             print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
 
+        watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
         try:
             cause = run_on_hosts(
-                hosts, folder, make_tasks, Watcher(on_line=show, notify=waiting_line(sys.stderr)),
+                hosts, folder, make_tasks, watcher,
                 project=Path.cwd(), sync=sync, threads=threads, secret_files=secret_files,
             )  # fmt: skip
         except Interrupted as interrupted:

@@ -16,10 +16,11 @@ from pathlib import Path
 import msgspec
 
 from shoal.doctor.facts import ClockFacts, Facts, HostFacts, Lost, PairFacts
-from shoal.launch.agents import Agents, Loss
+from shoal.launch.agents import Agents
 from shoal.launch.fingerprint import fingerprint
 from shoal.launch.hosts import Host
 from shoal.launch.local import stop_signals
+from shoal.launch.lost_hosts import Loss
 from shoal.launch.messages import (
     Address,
     Clock,
@@ -33,7 +34,8 @@ from shoal.launch.messages import (
     Measured,
     TellTime,
 )
-from shoal.launch.on_hosts import Site, meeting_address
+from shoal.launch.on_hosts import meeting_address
+from shoal.launch.results import Site
 from shoal.version import VERSION
 
 CLOCK_TRIES = 3

@@ -9,14 +9,15 @@ Whoever closes these pipes, or dies, ends all ranks everywhere: the agents see t
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from shoal.closing import Closing
 from shoal.errors import MeetingError, RunFailed
 from shoal.launch.hosts import Host
 from shoal.launch.local import CAUSE_GRACE_S, die_with_parent
+from shoal.launch.lost_hosts import Loss, indented, loss_of
 from shoal.launch.messages import (
     Alive,
     Done,
@@ -43,7 +45,7 @@ from shoal.launch.messages import (
 )
 from shoal.launch.outcome import RankEnd, cause_of
 from shoal.launch.output import Lines
-from shoal.launch.ssh import NO_SHOAL, find_python, ssh_argv
+from shoal.launch.ssh import find_python, ssh_argv
 from shoal.version import VERSION
 
 START_S = 60.0
@@ -55,21 +57,6 @@ ENDING_S = 3.0
 AGENT = "shoal.launch.agent"
 
 Answer = TypeVar("Answer", bound=Report)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a host is not with us."""
-
-    host: str
-    what: str
-    said: str = ""
-    """By its ssh, or by itself; each line begins on a new one."""
-    remedy: str = ""
-
-    @property
-    def text(self) -> str:
-        return f"{self.host}: {self.what}{self.said}" + (f"\n{self.remedy}" if self.remedy else "")
 
 
 @dataclass(eq=False)
@@ -86,6 +73,30 @@ class _Agent:
     reports: list[Report] = field(default_factory=list)
     """Answers that nobody has taken yet."""
     is_done: bool = False
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def tell(self, order: Order) -> bool:
+        """Whether it can be told."""
+        assert self.process.stdin is not None
+        try:
+            with self.writing:
+                self.process.stdin.write(encode(order))
+                self.process.stdin.flush()
+        except (OSError, ValueError):  # it is gone, or we have hung up
+            return False
+        return True
+
+    def loss(self, what: str) -> Loss:
+        return Loss(self.host.name, what, indented(self.lines["stderr"].tail))
+
+    def loss_of_process(self) -> Loss:
+        return loss_of(
+            self.host,
+            self.process.returncode,
+            self.lines["stderr"].tail,
+            has_come=self.hello is not None,
+            is_here=self.is_here,
+        )
 
 
 class Agents(Closing):
@@ -101,11 +112,14 @@ class Agents(Closing):
         """Hosts, not this one, on which ranks left something to be fetched."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
-        self._pinged_at = 0.0
         self._on_report: Callable[[Host, Line | Said], None] = lambda host, report: None
+        self._is_closed = threading.Event()
+        # A thread: what the main one does may take long, a terminal that is held up for example.
+        self._pinging = threading.Thread(target=self._ping, name="shoal-pings", daemon=True)
         try:
             for host in hosts:
                 self._begin(host)
+            self._pinging.start()
         except BaseException:
             self.close()
             raise
@@ -145,7 +159,7 @@ class Agents(Closing):
         while missing := [a for a in self._here() if a.hello is None]:
             if time.monotonic() > deadline:
                 what = f"nothing was heard from its agent for {START_S:g} s."
-                self._lose(missing[0], Loss(missing[0].host.name, what, _said(missing[0])))
+                self._lose(missing[0], missing[0].loss(what))
             self._turn()
         return {agent.host.name: agent.hello for agent in self._agents if agent.hello}
 
@@ -177,13 +191,15 @@ class Agents(Closing):
                 return answers
             if time.monotonic() > deadline:
                 what = f"no answer within {limit_s:g} s."
-                self._lose(waiting[0], Loss(waiting[0].host.name, what, _said(waiting[0])))
+                self._lose(waiting[0], waiting[0].loss(what))
             else:
                 self._turn()
 
-    def tell_all(self, order: Order) -> None:
-        for agent in self._agents:
-            self._tell(agent, order)
+    def tell(self, hosts: Sequence[Host], order: Order) -> None:
+        """Those that are still there."""
+        for agent in self._here():
+            if agent.host in hosts:
+                agent.tell(order)
 
     def run(
         self, starts: Sequence[Start], on_report: Callable[[Host, Line | Said], None]
@@ -201,7 +217,7 @@ class Agents(Closing):
                 deadline = min(deadline, time.monotonic() + CAUSE_GRACE_S)
                 cause = cause_of(ends)
                 if cause is None or not cause.is_consequence or time.monotonic() > deadline:
-                    self._stop()
+                    self.stop()
                     break
         return cause_of(ends)
 
@@ -218,8 +234,10 @@ class Agents(Closing):
                     ends.append(report.cause)
         return ends
 
-    def _stop(self) -> None:
-        """End all ranks that are left; what they have left so far can be fetched."""
+    def stop(self) -> None:
+        """End all ranks that are left; what they have left so far can be fetched. A host that is
+        lost meanwhile is noted."""
+        self._keep_going = True
         for agent in self._agents:
             if not agent.is_done:
                 self._tell(agent, Stop())
@@ -232,46 +250,49 @@ class Agents(Closing):
         return [agent for agent in self._agents if agent.host.name not in self.lost]
 
     def _lose(self, agent: _Agent, loss: Loss) -> None:
-        if not self._keep_going:
-            raise RunFailed(loss.text)
         self.lost.setdefault(agent.host.name, loss)
         agent.is_done = True
         if agent.process.poll() is None:
             agent.process.kill()
+        if not self._keep_going:
+            raise RunFailed(loss.text)
+
+    def _ping(self) -> None:
+        """In a thread."""
+        while not self._is_closed.wait(PING_S):
+            for agent in list(self._agents):
+                if not agent.writing.locked():  # else it is being told something anyway
+                    agent.tell(Ping())
 
     # -- one turn ----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        if time.monotonic() > self._pinged_at + PING_S:
-            self._pinged_at = time.monotonic()
-            for agent in self._agents:
-                if not agent.is_done:
-                    self._tell(agent, Ping())
-        for key, _ in self._selector.select(timeout=0.1):
+        ready = self._selector.select(timeout=0.1)
+        looked_at = time.monotonic()
+        for key, _ in ready:
             self._read(*key.data)
+        for key, _ in ready:  # now, since to show what one has said may take long
+            key.data[0].heard_at = time.monotonic()
         for agent in self._agents:
             if agent.is_done:
                 continue
             if agent.process.poll() is not None:
                 self._drain(agent)
                 if not any(isinstance(report, Done) for report in agent.reports):
-                    self._lose(agent, _loss(agent))
-            elif time.monotonic() > agent.heard_at + SILENCE_S and agent.hello is not None:
+                    self._lose(agent, agent.loss_of_process())
+            elif looked_at > agent.heard_at + SILENCE_S and agent.hello is not None:
                 what = (
                     f"nothing was heard from it for {SILENCE_S:g} s: the connection is dead, or "
                     "the host hangs."
                 )
-                self._lose(agent, Loss(agent.host.name, what, _said(agent)))
+                self._lose(agent, agent.loss(what))
 
     def _tell(self, agent: _Agent, order: Order) -> None:
-        assert agent.process.stdin is not None
-        try:
-            agent.process.stdin.write(encode(order))
-            agent.process.stdin.flush()
-        except BrokenPipeError:
-            agent.process.wait(ENDING_S)
+        if not agent.tell(order):
+            with suppress(subprocess.TimeoutExpired):
+                agent.process.wait(ENDING_S)
             self._drain(agent)
-            self._lose(agent, _loss(agent))
+            self._lose(agent, agent.loss_of_process())
 
     def _read(self, agent: _Agent, name: str) -> bool:
         """What there is; whether there may be more."""
@@ -295,12 +316,11 @@ class Agents(Closing):
             while stream is not None and not stream.closed and self._read(agent, name):
                 continue
 
-    def _take(self, agent: _Agent, line: str) -> None:
-        agent.heard_at = time.monotonic()
+    def _take(self, agent: _Agent, line: bytes) -> None:
         try:
             report = read_report(line)
         except (msgspec.ValidationError, msgspec.DecodeError):
-            agent.lines["stderr"].tail.append(line)  # a shell's greeting, or an error of its own
+            agent.lines["stderr"].keep(line)  # a shell's greeting, or an error of its own
             return
         match report:
             case Here():
@@ -308,7 +328,7 @@ class Agents(Closing):
             case Line() | Said():
                 self._on_report(agent.host, report)
             case Refused(reason=reason):
-                self._lose(agent, Loss(agent.host.name, reason))
+                self._lose(agent, agent.loss(reason))
             case Alive():
                 pass
             case _:
@@ -316,12 +336,11 @@ class Agents(Closing):
 
     def close(self) -> None:
         """End of the pipes, and so of all ranks; then of whoever has not heard it."""
+        self._is_closed.set()
         for agent in self._agents:
             assert agent.process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):  # it is gone already
                 agent.process.stdin.close()
-            except BrokenPipeError:
-                continue  # it is gone already
         deadline = time.monotonic() + ENDING_S
         for agent in self._agents:
             while agent.process.poll() is None and time.monotonic() < deadline:
@@ -355,44 +374,3 @@ def _check_versions(hellos: dict[str, Here]) -> None:
                 f"{name} has torch {hello.torch or '(none)'}, {first} has {own.torch}: install the "
                 f"same on both ({hello.python} -m pip install torch=={own.torch})."
             )
-
-
-def _loss(agent: _Agent) -> Loss:
-    code, name = agent.process.returncode, agent.host.name
-    said = _said(agent)
-    if code == NO_SHOAL:
-        what, remedy = "shoal is not installed there.", f"Install it: shoal hosts install {name}"
-        return Loss(name, what, said, remedy)
-    if code == 255 and agent.hello is None and not agent.is_here:
-        what = f"ssh {agent.host.target} failed."
-        return Loss(name, what, said, _remedy(said, agent.host))
-    if agent.hello is None:
-        return Loss(name, f"its agent ended at once (exit code {code}).", said)
-    return Loss(name, "the connection to it ended, and its ranks with it.", said)
-
-
-def _said(agent: _Agent) -> str:
-    tail = [line for line in agent.lines["stderr"].tail if line.strip()]
-    return "".join(f"\n  {line}" for line in tail)
-
-
-def _remedy(said: str, host: Host) -> str:
-    if "Permission denied" in said:
-        return f"Make your key known there: ssh-copy-id {host.target}"
-    if "Host key verification failed" in said:
-        return f"Connect once by hand, and compare its key: ssh {host.target}"
-    if "Could not resolve" in said:
-        return (
-            f"The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
-            f'"ADDRESS" for {host.name} in a hosts.toml.'
-        )
-    if "Connection refused" in said:
-        return "No ssh server runs there. Start it there: sudo systemctl enable --now ssh"
-    if re.search(r"Connection to \S+ port \d+ timed out", said):  # not "connect to": it did
-        return (
-            "The connection came about, and then large packets were lost: a smaller MTU on the "
-            "way? Try there: sudo ip link set dev INTERFACE mtu 1280"
-        )
-    if "timed out" in said or "No route to host" in said:
-        return f"Is it switched on, and on this network? Try: ping {host.target}"
-    return f"Try it by hand: ssh {host.target} true"
