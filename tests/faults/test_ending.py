@@ -186,11 +186,14 @@ def test_a_failing_script_shows_one_traceback_and_its_code(start, tmp_path: Path
 
 
 def test_ctrl_c_ends_a_blocked_script_under_run(start, tmp_path: Path) -> None:
+    """With what it has started in a session of its own."""
     script = tmp_path / "blocked.py"
-    script.write_text(BLOCKED)
+    away = "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    script.write_text(away + BLOCKED)
     run = start(*SHOAL, "run", "--workers", "2", str(script))
     run.until(lambda: run.out.count("joined") == 2)
     family = run.family()
+    assert len(family) == 4
     assert run.interrupt() < PROMPT_S
     assert run.process.returncode == 130
     assert all_gone(family)

@@ -19,6 +19,7 @@ crash, the next use removes what was left.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -135,6 +136,15 @@ class SshHost(Host):
             sshd = self._sshd.pop()
             sshd.terminate()
             sshd.wait(ENOUGH_S)
+
+    def freeze_sshd(self) -> None:
+        """From now on connections come about and nobody answers; those that there are stay."""
+        for sshd in self._sshd:
+            sshd.send_signal(signal.SIGSTOP)
+
+    def thaw_sshd(self) -> None:
+        for sshd in self._sshd:
+            sshd.send_signal(signal.SIGCONT)
 
     @property
     def sshd_log(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import SHOAL, Running, all_gone, until
+from mounts import disk
+from processes import PROMPT_S, SHOAL, Running, all_gone, until
 from safetensors.torch import load_file
 from ssh_hosts import Lab, ssh_lab, why_not
 
@@ -29,8 +31,9 @@ print("earlier", *pathlib.Path().rglob("earlier.txt"))
 (pathlib.Path(os.environ["SHOAL_RESULTS"]) / f"of{os.environ['RANK']}.txt").write_text("kept")
 """
 WAIT = """
-import os, signal, subprocess, sys
-child = subprocess.Popen(["sleep", "1000"])
+import os, pathlib, signal, subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+(pathlib.Path(os.environ["SHOAL_RESULTS"]) / f"of{os.environ['RANK']}.txt").write_text("kept")
 print("pids", os.getpid(), child.pid, flush=True)
 signal.pause()
 """
@@ -50,7 +53,8 @@ FLOOD = """
 import os, sys
 for number in range(30_000):
     print(number, "x" * (number % 100))
-sys.stdout.write("y" * 200_000)
+print("\\x1b[2J", flush=True)
+sys.stdout.buffer.write(b"\\xff\\r\\n" + b"y" * 200_000)
 """
 BOSS = """
 import torch, shoal
@@ -104,7 +108,14 @@ TRAIN = ("--model", "residual-mlp", "--data", "sine", "--epochs", "1", "--batch-
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A disk that all hosts see."""
+    with disk(tmp_path_factory.mktemp("disks") / "small", SMALL_BYTES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Iterator[Lab]:
     with ssh_lab(tmp_path_factory.mktemp("lab"), ("laptop", "desktop", "server")) as made:
         yield made
 
@@ -153,12 +164,20 @@ def nothing_is_left(lab: Lab) -> None:
         until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
 
 
+def folders_on(lab: Lab, *names: str) -> list[Path]:
+    """Of runs, in the caches of these hosts."""
+    caches = [lab[name].home / ".cache/shoal/runs" for name in names]
+    return [folder for cache in caches if cache.exists() for folder in cache.iterdir()]
+
+
 def run_folder(project: Path) -> Path:
     (folder,) = (project / "runs").iterdir()
     return folder
 
 
 OUT = "my runs/of [this]"
+SMALL_BYTES = 110 * 2**20
+"""Of a disk: what a run needs at least, and little more."""
 
 
 def leave_earlier_results(project: Path) -> None:
@@ -182,8 +201,7 @@ def test_a_script_on_three_hosts(lab: Lab, launch: Launch, project: Path) -> Non
     for kept in ("of0.txt", "desktop/of1.txt", "desktop/of2.txt", "server/of3.txt"):
         assert (run_folder(project) / kept).read_text() == "kept"
     nothing_is_left(lab)
-    for name in ("desktop", "server"):
-        assert list((lab[name].home / ".cache/shoal/runs").iterdir()) == []
+    assert folders_on(lab, "desktop", "server") == []
 
 
 def test_training_led_by_another_host(
@@ -200,6 +218,7 @@ def test_training_led_by_another_host(
     assert summary["folder"] == f"runs/{folder.name}"
     assert f"kept in runs/{folder.name}" in run.out
     assert (folder / "metrics.jsonl").stat().st_size > 0
+    assert {log.name for log in (folder / "logs").iterdir()} == {"rank0.log", "rank1.log"}
     (other,) = (project / "alone").iterdir()
     ours, theirs = (load_file(each / "model.safetensors") for each in (folder, other))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
@@ -240,22 +259,70 @@ def waiting(launch: Launch) -> Launched:
     return run
 
 
-def test_ctrl_c(lab: Lab, launch: Launch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c(lab: Lab, launch: Launch, project: Path, signum: int) -> None:
+    """What ranks had kept by then comes back, and nothing stays there."""
     run = waiting(launch)
-    run.interrupt()
-    assert run.process.returncode == 130, run.said
-    assert "Traceback" not in run.err
+    run.interrupt(signum)
+    assert run.process.returncode == 128 + signum, run.said
+    assert run.err == ""
+    for kept in ("of0.txt", "desktop/of1.txt", "server/of2.txt"):
+        assert (run_folder(project) / kept).read_text() == "kept"
     nothing_is_left(lab)
+    assert folders_on(lab, "desktop", "server") == []
 
 
-def test_a_launcher_that_is_killed_leaves_nothing(lab: Lab, launch: Launch) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_results(lab: Lab, launch: Launch) -> None:
+    run = waiting(launch)
+    server = lab["server"]
+    server.freeze_sshd()
+    try:
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda: any("server" in words(each)[-2] for each in copying(run)))
+        assert run.interrupt() < PROMPT_S
+    finally:
+        server.thaw_sshd()
+    assert run.process.returncode == 130, run.said
+    assert "what ranks left, if anything, stays there: desktop:/" in run.err
+    nothing_is_left(lab)
+    (kept,) = folders_on(lab, "server")
+    assert [path.name for path in kept.rglob("*")] == ["results", "of2.txt"]
+    assert f"server:{kept}/results" in run.err
+    shutil.rmtree(kept)
+    for folder in folders_on(lab, "desktop"):  # whose copy may have been ready, or not
+        shutil.rmtree(folder)
+
+
+def words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() or ["", ""]
+    except psutil.NoSuchProcess:
+        return ["", ""]
+
+
+def copying(run: Launched) -> list[psutil.Process]:
+    return [each for each in run.family() if words(each)[0] == "rsync"]
+
+
+def test_a_launcher_that_is_killed_leaves_results_and_nothing_else(
+    lab: Lab, launch: Launch
+) -> None:
     run = waiting(launch)
     os.kill(run.process.pid, signal.SIGKILL)
     run.end()
     nothing_is_left(lab)
+    left = folders_on(lab, "desktop", "server")
+    assert [[path.name for path in folder.rglob("*")] for folder in left] == [
+        ["results", "of1.txt"],
+        ["results", "of2.txt"],
+    ]
+    for folder in left:
+        shutil.rmtree(folder)
 
 
-def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(lab: Lab, launch: Launch) -> None:
+def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(
+    lab: Lab, launch: Launch, project: Path
+) -> None:
     run = waiting(launch)
     (pids,) = re.findall(r"\[server 2\] pids (\d+) (\d+)", run.out)
     ranks = [psutil.Process(int(pid)) for pid in pids]
@@ -263,9 +330,14 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(lab: Lab, launch: La
     try:
         assert run.end() == 1, run.said
         assert "shoal: server: the connection to it ended" in run.err
+        (kept,) = [folder.name for folder in folders_on(lab, "server")]
+        assert f"stays there: server:{lab['server'].home}/.cache/shoal/runs/{kept}/res" in run.err
+        assert (run_folder(project) / "desktop/of1.txt").exists(), "others bring theirs"
         until(lambda: all_gone(ranks), "its rank is gone, with what that had started")
     finally:
         lab["server"].plug_in()
+    for folder in folders_on(lab, "server"):
+        shutil.rmtree(folder)
     for host in lab.hosts[:2]:  # on the server an sshd waits on for packets, as sshd does
         until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
 
@@ -277,7 +349,10 @@ def test_much_output_and_a_line_without_an_end(launch: Launch, project: Path) ->
     numbers = [int(line.split()[2]) for line in lines if line.split()[2].isdecimal()]
     assert numbers == list(range(30_000))
     assert run.out.count("y") == 200_000
-    assert (run_folder(project) / "logs/rank0.log").read_text().count("y") == 200_000
+    assert "[desktop 0] \\x1b[2J\n" in run.out, "no screen is cleared"
+    log = (run_folder(project) / "logs/rank0.log").read_bytes()
+    printed = b"".join(b"%d %s\n" % (n, b"x" * (n % 100)) for n in range(30_000))
+    assert log == printed + b"\x1b[2J\n\xff\r\n" + b"y" * 200_000, "the bytes that it wrote"
 
 
 def test_hosts_that_cannot_be_used_are_told_of(lab: Lab, launch: Launch, project: Path) -> None:
@@ -360,6 +435,7 @@ def test_workers_of_a_boss_with_keys_that_nobody_made(
     assert not list(home.glob("*.lock"))
     assert (home / "key").stat().st_mode & 0o777 == 0o600
     nothing_is_left(lab)
+    assert folders_on(lab, "desktop", "server") == []
 
 
 def test_a_file_that_the_hosts_wrote_themselves(launch: Launch, project: Path) -> None:
@@ -395,19 +471,74 @@ def test_shoal_where_there_was_none(lab: Lab, launch: Launch, project: Path) -> 
     assert found.stdout.split() == [VERSION], found.stderr
 
 
-def test_by_tar_where_there_is_no_rsync(lab: Lab, launch: Launch, project: Path) -> None:
-    """A host whose PATH has everything but rsync."""
-    tools = project.parent / "tools"
-    tools.mkdir()
-    for folder in ("/usr/bin", "/bin", "/usr/sbin"):
-        for tool in Path(folder).iterdir():
-            if tool.name != "rsync" and not (tools / tool.name).exists():
-                (tools / tool.name).symlink_to(tool)
-    command = lab.command("laptop", "env", "-C", str(project), f"PATH={tools}", *SHOAL)
+def path_without(folder: Path, *tools: str) -> str:
+    """A PATH that has everything but these."""
+    folder.mkdir()
+    for place in ("/usr/bin", "/bin", "/usr/sbin"):
+        for tool in Path(place).iterdir():
+            if tool.name not in tools and not (folder / tool.name).exists():
+                (folder / tool.name).symlink_to(tool)
+    return f"PATH={folder}"
+
+
+def test_by_tar_where_there_is_no_rsync(lab: Lab, project: Path) -> None:
+    """Nor a gzip."""
     leave_earlier_results(project)
+    path = path_without(project.parent / "tools", "rsync", "gzip")
+    command = lab.command("laptop", "env", "-C", str(project), path, *SHOAL)
     words = ("run", "--hosts", "desktop", "--out", OUT, "hello.py")
     run = Running(project.parent / "by-tar", [*command, *words])
     assert run.end() == 0, run.said
     assert "[desktop 0] earlier earlier.txt\n" in run.out
     assert "[desktop 0] this came along" in run.out
-    assert not psutil.pid_exists(run.process.pid)
+    (kept,) = (project / OUT).glob("*/of0.txt")
+    assert kept.read_text() == "kept"
+
+
+def test_hosts_that_share_a_folder(lab: Lab, launch: Launch, project: Path) -> None:
+    """As homes on a file server are; and one host under two names."""
+    shared = project.parent / "shared"
+    also = "ssh://root@desktop:22"  # as ssh takes it, and rsync does not
+    tables = {"desktop": "desktop", "server": "server", "also": also}
+    (project / "hosts.toml").write_text(
+        "".join(
+            f'[hosts.{name}]\nssh = "{ssh}"\nfolder = "{shared}"\n' for name, ssh in tables.items()
+        )
+    )
+    run = launch("run", "--hosts", "hosts.toml", "--threads", "1", "hello.py")
+    assert run.end() == 0, run.said
+    assert "[also 2] 2 of 3 on desktop" in run.out
+    for kept in ("of0.txt", "server/of1.txt", "also/of2.txt"):
+        assert (run_folder(project) / kept).read_text() == "kept"
+    until(lambda: list(shared.iterdir()) == [], "the folders are gone")
+
+
+@pytest.mark.parametrize("tool", ["rsync", "tar"])
+def test_code_for_which_there_is_no_room(lab: Lab, project: Path, small: Path, tool: str) -> None:
+    with (project / "large").open("wb") as file:
+        file.truncate(SMALL_BYTES)
+    (project / "hosts.toml").write_text(f'[hosts.laptop]\n[hosts.desktop]\nfolder = "{small}"\n')
+    path = path_without(project.parent / "tools", *(["rsync"] if tool == "tar" else []))
+    command = lab.command("laptop", "env", "-C", str(project), path, *SHOAL)
+    words = ("run", "--hosts", "hosts.toml", "hello.py")
+    run = Running(project.parent / "no-room", [*command, *words])
+    assert run.end() == 1, run.said
+    assert f"shoal: desktop: copying {project} to it failed." in run.err
+    assert "No space left on device" in run.err
+    assert "give another folder for desktop in hosts.toml" in run.err
+    assert "Traceback" not in run.err
+    nothing_is_left(lab)
+    assert list(small.iterdir()) == []
+
+
+def test_a_host_that_greets(lab: Lab, launch: Launch) -> None:
+    """rsync cannot be used then."""
+    greeting = lab["desktop"].home / ".bashrc"
+    greeting.write_text("echo welcome\n")
+    try:
+        run = launch("run", "--hosts", "desktop", "hello.py")
+        assert run.end() == 1, run.said
+    finally:
+        greeting.unlink()
+    assert "`ssh desktop true` must print nothing" in run.err
+    assert "Traceback" not in run.err

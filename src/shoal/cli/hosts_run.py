@@ -54,9 +54,10 @@ def run_script(
     def show(host: Host, rank: int, stream: str, text: str) -> None:
         print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
 
+    watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
     try:
         cause = run_on_hosts(
-            hosts, folder, make_tasks, Watcher(on_line=show, notify=waiting_line(sys.stderr)),
+            hosts, folder, make_tasks, watcher,
             project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
         )  # fmt: skip
     except Interrupted as interrupted:
@@ -108,7 +109,7 @@ def _train(
 
     try:
         cause = run_on_hosts(
-            hosts, folder, make_tasks, Watcher(on_line, on_event, notify),
+            hosts, folder, make_tasks, Watcher(on_line, on_event, notify, tell),
             project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=keys,
             uses_interfaces=True,
         )  # fmt: skip
@@ -120,6 +121,11 @@ def _train(
     if not settings.verify:
         note_folder(folder)
     return 0
+
+
+def tell(text: str) -> None:
+    """Beside an error."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 def owners(sites: list[Site]) -> list[Site]:

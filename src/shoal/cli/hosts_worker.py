@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.cli.hosts_run import owners
+from shoal.cli.hosts_run import owners, tell
 from shoal.errors import SettingsError
 from shoal.launch.addresses import Site
 from shoal.launch.hosts import Host
@@ -63,9 +63,10 @@ def workers_on_hosts(
         def show(host: Host, rank: int, stream: str, text: str) -> None:
             print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
 
+        watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
         try:
             cause = run_on_hosts(
-                hosts, folder, make_tasks, Watcher(on_line=show, notify=waiting_line(sys.stderr)),
+                hosts, folder, make_tasks, watcher,
                 project=Path.cwd(), sync=sync, threads=threads, secret_files=secret_files,
             )  # fmt: skip
         except Interrupted as interrupted:

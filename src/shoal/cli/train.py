@@ -20,6 +20,7 @@ from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import Host, read_hosts
 from shoal.launch.local import EVENTS_FD, Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import RankEnd, describe, end_in
+from shoal.launch.output import text_of
 from shoal.network import describe_interfaces, interfaces, reserve_port
 from shoal.rendezvous.ways import Way, find_way, inherited_environment, quiet_torch
 from shoal.report import events
@@ -400,8 +401,8 @@ def _launch(
             terminal.handle(events.decode(line))
         return end
 
-    def on_line(rank: int, stream: Stream, line: str) -> None:
-        terminal.log(f"rank {rank}", line)
+    def on_line(rank: int, stream: Stream, line: bytes) -> None:
+        terminal.log(f"rank {rank}", text_of(line))
 
     try:
         cause = run_ranks(commands, Listener(on_line=on_line, on_event=on_event))

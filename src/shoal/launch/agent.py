@@ -1,8 +1,9 @@
 """What runs on every host of `--hosts`, at the other end of ssh: `python -m shoal.launch.agent`.
 
 It starts the ranks of its host and passes on what they say. Whatever happens to the launcher or to
-the connection, nothing stays behind here: without a word from the launcher for a while, or when its
-end of the pipe is closed, the ranks are ended.
+the connection, nothing runs on here: without a word from the launcher for a while, or when its end
+of the pipe is closed, the ranks are ended. Of the run's folder, only results that nobody has
+fetched stay.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.metadata
 import os
 import platform
 import queue
+import select
 import selectors
 import shutil
 import signal
@@ -18,11 +20,14 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
+import msgspec
+
+from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks, stop_signals
 from shoal.launch.messages import (
     Alive,
     Clean,
@@ -59,48 +64,87 @@ from shoal.version import VERSION
 SILENCE_S = 15.0
 """Without a word from the launcher for so long, it or the connection is gone."""
 ALIVE_S = 2.0
+SILENT = (
+    f"it heard nothing from this command for {SILENCE_S:g} s and ended its ranks. Was the command "
+    "suspended (Ctrl-Z), or this machine asleep?"
+)
+REMOVE_S = 5.0
+"""How long a copy that was cut short may go on writing into a folder that is to be removed."""
 
 
 class Agent:
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
+        self._is_cut = False
+        """Whether the last thing said was interrupted in its middle."""
         self._is_running = threading.Event()
-        """Whether there is something to end when the launcher leaves: ranks, or a measurement."""
+        """Whether there is something that Stop ends: ranks, or a measurement."""
         self._is_stopped = threading.Event()
         """Whether the launcher wants the ranks ended."""
         self._folder: Path | None = None
+        self._is_fetched = threading.Event()
+        """Whether the launcher has what ranks left here."""
+        self._is_left = threading.Event()
+        """Whether nobody listens to us any more."""
 
     def serve(self) -> int:
         """Until the launcher leaves."""
-        self._say(_here())
-        for work in (self._listen, self._beat):
-            threading.Thread(target=work, daemon=True).start()
-        try:
-            while (order := self._orders.get()) is not None:
-                match order:
-                    case Prepare():
-                        self._say(self._prepare(order))
-                    case FindPort():
-                        self._say(Port(port=_free_port()))
-                    case Start():
-                        self._start(order)
-                    case TellTime() | FindAddress() | Listen() | Measure() | Examine():
-                        self._say(self._probe(order))
-                    case Clean() if self._folder is not None:
-                        shutil.rmtree(self._folder, ignore_errors=True)
-                    case _:
-                        pass
-        except OSError as error:
-            self._say(Refused(reason=str(error)))
-            return 1
+        with stop_signals():
+            try:
+                self._say(_here())
+                for work in (self._listen, self._beat):
+                    threading.Thread(target=work, daemon=True).start()
+                while (order := self._orders.get()) is not None:
+                    self._obey(order)
+            except Interrupted:
+                return 0 if self._is_left.is_set() else 1
+            except OSError as error:
+                self._say(Refused(reason=str(error)))
+                return 1
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                self._remove()
         return 0
 
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Prepare():
+                self._say(self._prepare(order))
+            case FindPort():
+                self._say(Port(port=_free_port()))
+            case Start():
+                self._start(order)
+            case TellTime() | FindAddress() | Listen() | Measure() | Examine():
+                self._say(self._probe(order))
+            case _:
+                pass
+
     def _say(self, report: Report) -> None:
+        if self._is_left.is_set():
+            return
         data = encode(report)
         with self._writing:
+            if self._is_cut:
+                data = b"\n" + data
+            self._is_cut = True
             while data:
                 data = data[os.write(1, data) :]
+            self._is_cut = False
+
+    def _remove(self) -> None:
+        """The folder of the run; but not what ranks left and nobody has."""
+        if self._folder is None:
+            return
+        remove(self._folder / "code")
+        if self._is_fetched.is_set() or not self._has_results():
+            remove(self._folder)
+
+    def _has_results(self) -> bool:
+        if self._folder is None:  # ranks of the launcher's own host leave them where they belong
+            return False
+        results = self._folder / "results"
+        return results.is_dir() and any(results.iterdir())
 
     def _probe(self, order: Probe) -> Report:
         self._is_running.set()
@@ -149,20 +193,25 @@ class Agent:
             for task in order.ranks
         ]
         os.chdir(order.folder)
-        self._is_running.set()
         try:
-            cause = run_ranks(commands, Listener(on_line=self._on_line, on_event=self._on_event))
+            self._is_running.set()
+            if self._is_stopped.is_set():  # before we came to it
+                raise Interrupted(signal.SIGTERM)
+            cause = run_ranks(commands, Listener(self._on_line, self._on_event, self._on_hidden))
         except Interrupted:
             if not self._is_stopped.is_set():  # the launcher is gone: there is nobody to tell
-                raise SystemExit(1) from None
+                raise
             cause = None
         finally:
             self._is_running.clear()
-        has_results = self._folder is not None and any((self._folder / "results").iterdir())
-        self._say(Done(cause=cause, has_results=has_results))
+            os.chdir("/")  # so that the folder can be removed
+        self._say(Done(cause=cause, has_results=self._has_results()))
 
-    def _on_line(self, rank: int, stream: Stream, text: str) -> None:
-        self._say(Line(rank=rank, stream=stream, text=text))
+    def _on_line(self, rank: int, stream: Stream, line: bytes) -> None:
+        self._say(Line(rank=rank, stream=stream, data=line))
+
+    def _on_hidden(self, rank: int, line: bytes) -> None:
+        self._say(Line(rank=rank, stream="stderr", data=line, is_shown=False))
 
     def _on_event(self, rank: int, line: bytes) -> RankEnd | None:
         self._say(Said(rank=rank, event=line.decode()))
@@ -175,20 +224,38 @@ class Agent:
         lines = Lines(None)
         selector = selectors.DefaultSelector()
         selector.register(0, selectors.EVENT_READ)
-        while selector.select(SILENCE_S) and (data := os.read(0, 256 * 1024)):
+        while ready := selector.select(SILENCE_S):
+            if not (data := os.read(0, 256 * 1024)):
+                break
             for line in lines.feed(data):
-                order = read_order(line)
-                if isinstance(order, Stop):
-                    self._is_stopped.set()
-                    self._end_ranks()
-                elif not isinstance(order, Ping):
-                    self._orders.put(order)
-        self._orders.put(None)
-        self._end_ranks()
+                with suppress(msgspec.MsgspecError):  # cut short: the launcher was interrupted
+                    self._hear(read_order(line))
+        self._leave(is_silent=not ready)
 
-    def _end_ranks(self) -> None:
-        if self._is_running.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)  # as any launcher of local ranks is told
+    def _hear(self, order: Order) -> None:
+        match order:
+            case Stop():
+                self._is_stopped.set()
+                if self._is_running.is_set():
+                    _interrupt()
+            case Clean():
+                self._is_fetched.set()
+            case Ping():
+                pass
+            case _:
+                self._orders.put(order)
+
+    def _leave(self, *, is_silent: bool) -> None:
+        """Whatever the main thread does, be it that it waits to be listened to."""
+        if is_silent and self._writing.acquire(blocking=False):
+            # Whoever wakes up later may want to know; but we wait for nobody now.
+            with suppress(OSError):
+                if select.select([], [1], [], 0)[1]:
+                    os.write(1, encode(Refused(reason=SILENT)))
+            self._writing.release()
+        self._is_left.set()
+        _interrupt()
+        self._orders.put(None)
 
     def _beat(self) -> None:
         """Signs of life, so that the launcher notices where a connection is dead."""
@@ -198,6 +265,11 @@ class Agent:
                 self._say(Alive())
             except OSError:
                 return  # whoever listens notices too
+
+
+def _interrupt() -> None:
+    """The main thread: as any launcher of local ranks is told to stop."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _here() -> Here:
@@ -242,6 +314,13 @@ def _secret_files(contents: dict[str, str]) -> Iterator[dict[str, str]]:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
                 file.write(content)
         yield {CONFIG_VARIABLE: folder}
+
+
+def remove(folder: Path) -> None:
+    """All of it, even if a copy is still under way there, whose end is near."""
+    deadline = time.monotonic() + REMOVE_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

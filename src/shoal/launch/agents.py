@@ -14,9 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -71,6 +72,34 @@ class _Agent:
     reports: list[Report] = field(default_factory=list)
     """Answers that nobody has taken yet."""
     is_done: bool = False
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def tell(self, order: Order) -> bool:
+        """Whether it can be told."""
+        assert self.process.stdin is not None
+        try:
+            with self.writing:
+                self.process.stdin.write(encode(order))
+                self.process.stdin.flush()
+        except (OSError, ValueError):  # it is gone, or we have hung up
+            return False
+        return True
+
+    def loss(self, what: str) -> Loss:
+        return Loss(self.host.name, what, self._said)
+
+    def loss_of_process(self) -> Loss:
+        return loss_of(
+            self.host,
+            self.process.returncode,
+            self._said,
+            was_up=self.hello is not None,
+            by_ssh=not self.is_here,
+        )
+
+    @property
+    def _said(self) -> str:
+        return "".join(f"\n  {line}" for line in self.lines["stderr"].tail if line.strip())
 
 
 class Agents(Closing):
@@ -87,11 +116,14 @@ class Agents(Closing):
         """Hosts, not this one, on which ranks left something to be fetched."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
-        self._pinged_at = 0.0
         self._on_report: Callable[[Host, Line | Said], None] = lambda host, report: None
+        self._is_closed = threading.Event()
+        # A thread: what the main one does may take long, a terminal that is held up for example.
+        self._pinging = threading.Thread(target=self._ping, name="shoal-pings", daemon=True)
         try:
             for host in hosts:
                 self._begin(host)
+            self._pinging.start()
         except BaseException:
             self.close()
             raise
@@ -134,7 +166,7 @@ class Agents(Closing):
                 if time.monotonic() > deadline:
                     what = f"nothing was heard from its agent for {START_S:g} s."
                     for agent in missing:
-                        self._lose(agent, Loss(agent.host.name, what, _said(agent)))
+                        self._lose(agent, agent.loss(what))
                 self._turn()
         return {agent.host.name: agent.hello for agent in self._agents if agent.hello}
 
@@ -173,13 +205,15 @@ class Agents(Closing):
             if time.monotonic() > deadline:
                 what = f"no answer within {limit_s:g} s."
                 for agent in waiting:
-                    self._lose(agent, Loss(agent.host.name, what, _said(agent)))
+                    self._lose(agent, agent.loss(what))
             else:
                 self._turn()
 
-    def tell_all(self, order: Order) -> None:
-        for agent in self._agents:
-            self._tell(agent, order)
+    def tell(self, hosts: Sequence[Host], order: Order) -> None:
+        """Those that are still there."""
+        for agent in self._here():
+            if agent.host in hosts:
+                agent.tell(order)
 
     def run(
         self, starts: Sequence[Start], on_report: Callable[[Host, Line | Said], None]
@@ -197,7 +231,7 @@ class Agents(Closing):
                 deadline = min(deadline, time.monotonic() + CAUSE_GRACE_S)
                 cause = cause_of(ends)
                 if cause is None or not cause.is_consequence or time.monotonic() > deadline:
-                    self._stop()
+                    self.stop()
                     break
         return cause_of(ends)
 
@@ -214,8 +248,10 @@ class Agents(Closing):
                     ends.append(report.cause)
         return ends
 
-    def _stop(self) -> None:
-        """End all ranks that are left; what they have left so far can be fetched."""
+    def stop(self) -> None:
+        """End all ranks that are left; what they have left so far can be fetched. A host that is
+        lost meanwhile is noted."""
+        self._keep_going = True
         for agent in self._agents:
             if not agent.is_done:
                 self._tell(agent, Stop())
@@ -239,46 +275,49 @@ class Agents(Closing):
             raise RunFailed("\n".join(loss.text for loss in self.lost.values()))
 
     def _lose(self, agent: _Agent, loss: Loss) -> None:
-        if not self._keep_going and not self._is_gathering:
-            raise RunFailed(loss.text)
         self.lost.setdefault(agent.host.name, loss)
         agent.is_done = True
         if agent.process.poll() is None:
             agent.process.kill()
+        if not self._keep_going and not self._is_gathering:
+            raise RunFailed(loss.text)
+
+    def _ping(self) -> None:
+        """In a thread."""
+        while not self._is_closed.wait(PING_S):
+            for agent in list(self._agents):
+                if not agent.writing.locked():  # else it is being told something anyway
+                    agent.tell(Ping())
 
     # -- one turn ----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        if time.monotonic() > self._pinged_at + PING_S:
-            self._pinged_at = time.monotonic()
-            for agent in self._agents:
-                if not agent.is_done:
-                    self._tell(agent, Ping())
-        for key, _ in self._selector.select(timeout=0.1):
+        ready = self._selector.select(timeout=0.1)
+        looked_at = time.monotonic()
+        for key, _ in ready:
             self._read(*key.data)
+        for key, _ in ready:  # now, since to show what one has said may take long
+            key.data[0].heard_at = time.monotonic()
         for agent in self._agents:
             if agent.is_done:
                 continue
             if agent.process.poll() is not None:
                 self._drain(agent)
                 if not any(isinstance(report, Done) for report in agent.reports):
-                    self._lose(agent, _loss(agent))
-            elif time.monotonic() > agent.heard_at + SILENCE_S and agent.hello is not None:
+                    self._lose(agent, agent.loss_of_process())
+            elif looked_at > agent.heard_at + SILENCE_S and agent.hello is not None:
                 what = (
                     f"nothing was heard from it for {SILENCE_S:g} s: the connection is dead, or "
                     "the host hangs."
                 )
-                self._lose(agent, Loss(agent.host.name, what, _said(agent)))
+                self._lose(agent, agent.loss(what))
 
     def _tell(self, agent: _Agent, order: Order) -> None:
-        assert agent.process.stdin is not None
-        try:
-            agent.process.stdin.write(encode(order))
-            agent.process.stdin.flush()
-        except BrokenPipeError:
-            agent.process.wait(ENDING_S)
+        if not agent.tell(order):
+            with suppress(subprocess.TimeoutExpired):
+                agent.process.wait(ENDING_S)
             self._drain(agent)
-            self._lose(agent, _loss(agent))
+            self._lose(agent, agent.loss_of_process())
 
     def _read(self, agent: _Agent, name: str) -> bool:
         """What there is; whether there may be more."""
@@ -302,12 +341,11 @@ class Agents(Closing):
             while stream is not None and not stream.closed and self._read(agent, name):
                 continue
 
-    def _take(self, agent: _Agent, line: str) -> None:
-        agent.heard_at = time.monotonic()
+    def _take(self, agent: _Agent, line: bytes) -> None:
         try:
             report = read_report(line)
         except (msgspec.ValidationError, msgspec.DecodeError):
-            agent.lines["stderr"].tail.append(line)  # a shell's greeting, or an error of its own
+            agent.lines["stderr"].keep(line)  # a shell's greeting, or an error of its own
             return
         match report:
             case Here():
@@ -315,7 +353,7 @@ class Agents(Closing):
             case Line() | Said():
                 self._on_report(agent.host, report)
             case Refused(reason=reason):
-                self._lose(agent, Loss(agent.host.name, reason))
+                self._lose(agent, agent.loss(reason))
             case Alive():
                 pass
             case _:
@@ -323,12 +361,11 @@ class Agents(Closing):
 
     def close(self) -> None:
         """End of the pipes, and so of all ranks; then of whoever has not heard it."""
+        self._is_closed.set()
         for agent in self._agents:
             assert agent.process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):  # it is gone already
                 agent.process.stdin.close()
-            except BrokenPipeError:
-                continue  # it is gone already
         deadline = time.monotonic() + ENDING_S
         for agent in self._agents:
             while agent.process.poll() is None and time.monotonic() < deadline:
@@ -346,18 +383,3 @@ def is_this_host(host: Host) -> bool:
     if host.ssh and host.ssh != host.name:
         return False
     return host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
-
-
-def _loss(agent: _Agent) -> Loss:
-    return loss_of(
-        agent.host,
-        agent.process.returncode,
-        _said(agent),
-        was_up=agent.hello is not None,
-        by_ssh=not agent.is_here,
-    )
-
-
-def _said(agent: _Agent) -> str:
-    tail = [line for line in agent.lines["stderr"].tail if line.strip()]
-    return "".join(f"\n  {line}" for line in tail)

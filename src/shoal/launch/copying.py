@@ -5,15 +5,21 @@ from __future__ import annotations
 import glob
 import shlex
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from shoal.closing import Closing
 from shoal.errors import RunFailed
 from shoal.launch.hosts import Host
-from shoal.launch.local import die_with_parent
+from shoal.launch.local import die_with_parent, signal_group
+from shoal.launch.output import shown
 from shoal.launch.ssh import ssh_argv
 from shoal.report.run_folder import RUN_FOLDERS
 
@@ -25,6 +31,9 @@ IGNORED = (
 IGNORE_FILE = ".shoalignore"
 """In the project's folder: more names to leave out, one a line."""
 LIMIT_S = 600.0
+POLL_S = 0.05
+SAID_LINES = 20
+"""Of what a copy that failed has said, the last ones are shown."""
 
 
 @dataclass(frozen=True)
@@ -47,27 +56,31 @@ def ignored(folder: Path) -> list[str]:
     return [*IGNORED, *(line.strip() for line in lines if line.strip() and line[0] != "#")]
 
 
-def copy_all(copies: Sequence[Copy]) -> None:
-    """At the same time. Raises with the host, and with what its copying said."""
-    running = [(copy, _begin(copy)) for copy in copies]
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        for copy, process in running:
-            try:
-                _, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise RunFailed(
-                    f"{copy.host.name}: copying {copy.here} took more than {LIMIT_S:g} s. Is there "
-                    f"something large in it? Names in {IGNORE_FILE} stay at home."
-                ) from None
-            if process.returncode != 0:
-                text = said.decode(errors="replace").strip()
-                raise RunFailed(f"{copy.host.name}: {_what(copy)} failed: {text}")
-    finally:
-        for _, process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+def _raise(copy: Copy, error: RunFailed) -> None:
+    raise error
+
+
+def copy_all(
+    copies: Sequence[Copy],
+    limit_s: float = LIMIT_S,
+    on_failure: Callable[[Copy, RunFailed], None] = _raise,
+) -> None:
+    """At the same time. on_failure: is told of each that fails; else the first is raised."""
+    with ExitStack() as stack:
+        running = []
+        for copy in copies:
+            said = stack.enter_context(tempfile.TemporaryFile())
+            running.append(stack.enter_context(_Running(copy, said)))
+        deadline = time.monotonic() + limit_s
+        while running:
+            for each in [each for each in running if each.has_ended()]:
+                running.remove(each)
+                if error := each.failure():
+                    on_failure(each.copy, error)
+            if time.monotonic() > deadline:
+                for each in running:
+                    on_failure(each.copy, each.too_long(limit_s))
+                return
 
 
 def can_rsync() -> bool:
@@ -89,41 +102,114 @@ def run_folders(copy: Copy) -> list[str]:
     return ["/".join([*parts, RUN_FOLDERS])]
 
 
-def _begin(copy: Copy) -> subprocess.Popen[bytes]:
+class _Running(Closing):
+    """A copy under way: one program, or two with a pipe between them."""
+
+    def __init__(self, copy: Copy, said: IO[bytes]) -> None:
+        """said: gets all that is said. A file: an ssh that stays to share its connection would
+        hold a pipe open."""
+        self.copy = copy
+        self._said = said
+        self._programs: list[subprocess.Popen[bytes]] = []
+        try:
+            programs = _programs(copy)
+            for argv in programs:
+                self._begin(argv, is_last=argv is programs[-1])
+        except BaseException:
+            self.close()
+            raise
+        for program in self._programs[:-1]:
+            assert program.stdout is not None
+            program.stdout.close()  # so that the first ends if the second does
+
+    def _begin(self, argv: list[str], *, is_last: bool) -> None:
+        try:
+            program = subprocess.Popen(
+                argv,
+                stdin=self._programs[-1].stdout if self._programs else subprocess.DEVNULL,
+                stdout=self._said if is_last else subprocess.PIPE,
+                stderr=self._said,
+                process_group=0,
+                preexec_fn=die_with_parent(),
+            )
+        except OSError as error:
+            raise RunFailed(
+                f"{self.copy.host.name}: {_what(self.copy)} failed: {argv[0]}: {error.strerror}."
+            ) from error
+        self._programs.append(program)
+
+    def has_ended(self) -> bool:
+        """Waits a moment for it."""
+        try:
+            for program in self._programs:
+                program.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def failure(self) -> RunFailed | None:
+        if all(program.returncode == 0 for program in self._programs):
+            return None
+        self._said.seek(0)
+        lines = self._said.read().splitlines()[-SAID_LINES:]
+        said = "".join(f"\n  {shown(line)}" for line in lines if line.strip())
+        remedy = _remedy(said, self.copy)
+        text = f"{self.copy.host.name}: {_what(self.copy)} failed.{said}"
+        return RunFailed(f"{text}\n{remedy}" if remedy else text)
+
+    def too_long(self, limit_s: float) -> RunFailed:
+        text = f"{self.copy.host.name}: {_what(self.copy)} took more than {limit_s:g} s."
+        remedy = f" Is there something large in it? Names in {IGNORE_FILE} stay at home."
+        return RunFailed(text if self.copy.is_back else text + remedy)
+
+    def close(self) -> None:
+        for program in self._programs:
+            signal_group(program.pid, signal.SIGKILL)
+            program.wait()
+
+
+def _remedy(said: str, copy: Copy) -> str:
+    name, target = copy.host.name, copy.host.target
+    if "No space left" in said or "quota exceeded" in said:
+        if copy.is_back:
+            return f"There is no room for it here, in {copy.here}."
+        return (
+            f"There is no room for it there, in {copy.there}. Free some, give another folder for "
+            f"{name} in hosts.toml, or leave out what is large by its name in {IGNORE_FILE}."
+        )
+    if "is your shell clean" in said or "not look like a tar archive" in said:
+        return (
+            f"Something there prints a line at every login, in ~/.bashrc perhaps, and spoils what "
+            f"is copied. `ssh {target} true` must print nothing."
+        )
+    if "not found" in said or "Cannot exec" in said:
+        return "rsync on both sides is needed, or tar on both."
+    return ""
+
+
+def _programs(copy: Copy) -> list[list[str]]:
     names = [] if copy.is_back else ignored(copy.here)
-    if copy.by_rsync:
-        return _popen(_rsync(copy, names))
+    # By rsync "/" is the folder that is copied, by tar "./".
+    uses_rsync = copy.by_rsync and ":" not in copy.host.target  # which it would take for the path
+    names += [("/" if uses_rsync else "./") + pattern for pattern in run_folders(copy)]
+    excluded = [f"--exclude={name}" for name in names]
+    if uses_rsync:
+        return [_rsync(copy, excluded)]
     there = shlex.quote(copy.there)
     if copy.is_back:
-        pack, unpack = ssh_argv(copy.host, f"tar -C {there} -cz ."), _unpack(copy.here)
-    else:
-        names += [f"./{pattern}" for pattern in run_folders(copy)]
-        excluded = [f"--exclude={name}" for name in names]
-        pack = ["tar", "-C", str(copy.here), *excluded, "-cz", "."]
-        unpack = ssh_argv(copy.host, f"tar -C {there} -xz")
-    line = f"{shlex.join(pack)} | {shlex.join(unpack)}"
-    return _popen(["bash", "-o", "pipefail", "-c", line])
+        unpack = ["tar", "-C", str(copy.here), "--no-same-owner", "-x"]
+        return [_compressed(ssh_argv(copy.host, f"tar -C {there} -c .")), unpack]
+    pack = ["tar", "-C", str(copy.here), *excluded, "-c", "."]
+    return [pack, _compressed(ssh_argv(copy.host, f"tar -C {there} -x"))]
 
 
-def _unpack(folder: Path) -> list[str]:
-    return ["tar", "-C", str(folder), "--no-same-owner", "-xz"]
+def _compressed(ssh: list[str]) -> list[str]:
+    """By ssh: tar would need a gzip for it, on both sides."""
+    return [ssh[0], "-C", *ssh[1:]]
 
 
-def _rsync(copy: Copy, names: list[str]) -> list[str]:
+def _rsync(copy: Copy, excluded: list[str]) -> list[str]:
     ssh = shlex.join(ssh_argv(copy.host, "")[:-2])
-    names += [f"/{pattern}" for pattern in run_folders(copy)]
-    excluded = [f"--exclude={name}" for name in names]
     here, there = f"{copy.here}/", f"{copy.host.target}:{copy.there}/"
     ends = [there, here] if copy.is_back else [here, there]
     return ["rsync", "-rlptz", "-e", ssh, *excluded, *ends]
-
-
-def _popen(argv: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-        preexec_fn=die_with_parent(),
-    )

@@ -25,6 +25,9 @@ import msgspec
 from shoal.errors import SettingsError
 from shoal.settings import DEVICES, unknown
 
+MAX_SLOTS = 512
+"""Each is a process: more of them are a slip of the finger."""
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 
 
@@ -157,6 +160,8 @@ def _checked(hosts: list[Host], where: str, faults: list[str]) -> list[Host]:
     for host in hosts:
         if host.slots < 1:
             faults.append(f"{where}: {host.name}: slots must be at least 1, not {host.slots}.")
+        if host.slots > MAX_SLOTS:
+            faults.append(f"{where}: {host.name}: slots = {host.slots}; at most {MAX_SLOTS}.")
         if not _NAME.fullmatch(host.name):
             faults.append(f"{where}: {host.name!r} is no name of a host.")
         if host.target.startswith("-"):

@@ -1,7 +1,8 @@
 """Ranks as processes of this host: start them, pass on what they say, and leave none behind.
 
 Each rank is in a process group of its own, so that Ctrl-C reaches this launcher alone and the
-launcher ends the ranks; and each is bound to die with the launcher, should that be killed.
+launcher ends the ranks; and each is bound to die with the launcher, should that be killed. What
+ranks start is ended with them, wherever it went (see descendants.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Literal
 
+from shoal.launch.descendants import Descendants
 from shoal.launch.outcome import RankEnd, cause_of, is_consequence
 from shoal.launch.output import Lines
 
@@ -49,9 +51,12 @@ class RankCommand:
 class Listener:
     """Whoever shows what the ranks do."""
 
-    on_line: Callable[[int, Stream, str], None]
+    on_line: Callable[[int, Stream, bytes], None]
+    """A line with its end, or a piece of a long one."""
     on_event: Callable[[int, bytes], RankEnd | None] = lambda rank, line: None
     """A line of the rank's event pipe. May return what the rank says of its own failure."""
+    on_hidden: Callable[[int, bytes], None] = lambda rank, line: None
+    """A line of a traceback, on standard error, that only follows from another rank's."""
 
 
 class Interrupted(Exception):
@@ -71,7 +76,7 @@ class _Rank:
         default_factory=lambda: {"stdout": Lines(), "stderr": Lines(), "events": Lines(None)}
     )
     said: RankEnd | None = None
-    held: list[str] = field(default_factory=list)
+    held: list[bytes] = field(default_factory=list)
     held_since: float | None = None
 
     @property
@@ -109,6 +114,7 @@ class _Supervisor:
         self._ends: list[RankEnd] = []
         self._selector = selectors.DefaultSelector()
         self._host = socket.gethostname()
+        self._descendants = Descendants()
 
     def start(self, command: RankCommand) -> None:
         read_fd, write_fd = os.pipe()
@@ -141,6 +147,7 @@ class _Supervisor:
             for key, _ in self._selector.select(timeout=0.1):
                 self._read(*key.data)
             self._release_held()
+            self._descendants.reap(self._pids())
             for rank in [r for r in self._running if r.process.poll() is not None]:
                 self._running.remove(rank)
                 self._note_end(rank)
@@ -170,13 +177,13 @@ class _Supervisor:
             self._selector.unregister(stream)
             stream.close()
 
-    def _pass_on(self, rank: _Rank, name: str, line: str) -> None:
+    def _pass_on(self, rank: _Rank, name: str, line: bytes) -> None:
         if name == "events":
-            rank.said = self._listener.on_event(rank.rank, line.encode()) or rank.said
+            rank.said = self._listener.on_event(rank.rank, line) or rank.said
         elif name == "stdout":
             self._listener.on_line(rank.rank, "stdout", line)
         else:
-            if rank.held_since is None and "Traceback (most recent call last):" in line:
+            if rank.held_since is None and b"Traceback (most recent call last):" in line:
                 rank.held_since = time.monotonic()
             if rank.held_since is None:
                 self._listener.on_line(rank.rank, "stderr", line)
@@ -230,23 +237,30 @@ class _Supervisor:
                 self._selector.unregister(stream)
                 stream.close()
 
+    def _pids(self) -> set[int]:
+        return {rank.process.pid for rank in self._ranks}
+
     def end_all(self) -> None:
-        """No process survives this, nor do its children that stayed in its group."""
+        """No process survives this, nor does what it started."""
         alive = [r for r in self._ranks if r.process.poll() is None]
         for rank in alive:
-            _signal_group(rank.process.pid, signal.SIGTERM)
+            signal_group(rank.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + TERM_GRACE_S
         while time.monotonic() < deadline and any(r.process.poll() is None for r in alive):
             time.sleep(0.01)
+        self._descendants.kill()
         for rank in self._ranks:
-            _signal_group(rank.process.pid, signal.SIGKILL)
+            signal_group(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
+        self._descendants.reap(set())
         for rank in self._ranks:  # what they said until then is not lost
             self._drain(rank)
+            for line in rank.held:
+                self._listener.on_hidden(rank.rank, line)
         self._selector.close()
 
 
-def _signal_group(pid: int, signum: int) -> None:
+def signal_group(pid: int, signum: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)
 
@@ -267,10 +281,12 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
     return bind
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
-def stop_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted, the first time; ending is not interrupted."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def stop_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """These raise Interrupted, the first time; ending is not interrupted."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for each in signals:

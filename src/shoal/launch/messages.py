@@ -52,7 +52,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Clean(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The folders of this run are not needed any more."""
+    """The results of this run are not needed there any more."""
 
 
 class TellTime(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -134,9 +134,13 @@ class Port(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of a rank's output; with its end, or a piece of a long one."""
+
     rank: int
     stream: str
-    text: str
+    data: bytes
+    is_shown: bool = True
+    """Else it is for the log alone."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -231,9 +235,9 @@ def encode(message: Order | Report) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
-def read_order(line: str) -> Order:
+def read_order(line: bytes) -> Order:
     return msgspec.json.decode(line, type=Order)  # type: ignore[no-any-return, unused-ignore]
 
 
-def read_report(line: str) -> Report:
+def read_report(line: bytes) -> Report:
     return msgspec.json.decode(line, type=Report)  # type: ignore[no-any-return, unused-ignore]

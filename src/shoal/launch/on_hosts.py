@@ -1,24 +1,26 @@
 """A run on several hosts, from one of them: agents, code, ranks, logs, results.
 
 agents up, versions equal  ->  code there  ->  ranks run  ->  results back  ->  folders removed
+
+Results come back however the ranks ended. Folders are removed by the agents, when they leave.
 """
 
 from __future__ import annotations
 
 import secrets
+import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
+from shoal.errors import RunFailed
 from shoal.launch.addresses import Site, meeting_address, with_interfaces
 from shoal.launch.agents import Agents
-from shoal.launch.copying import Copy, can_rsync, copy_all
+from shoal.launch.copying import LIMIT_S, Copy, can_rsync, copy_all
 from shoal.launch.hosts import Host
-from shoal.launch.local import stop_signals
+from shoal.launch.local import Interrupted, stop_signals
 from shoal.launch.messages import (
-    Clean,
     FindPort,
     Line,
     Port,
@@ -29,10 +31,14 @@ from shoal.launch.messages import (
     Start,
 )
 from shoal.launch.outcome import RankEnd
+from shoal.launch.output import shown
+from shoal.launch.results import Logs, Results
 from shoal.rendezvous.ways import Way
 
 NEEDED_BYTES = 100 * 2**20
 """On a host's disk, for code and results."""
+RESCUE_S = 30.0
+"""How long results may take to come back after an error, or after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Watcher:
     on_event: Callable[[int, bytes], None] = lambda rank, line: None
     notify: Callable[[str], None] = lambda text: None
     """What is being waited for."""
+    tell: Callable[[str], None] = lambda text: None
+    """What is to be known beside the error that a run ends with."""
 
 
 def run_on_hosts(
@@ -79,19 +87,50 @@ def run_on_hosts(
             starts.append(
                 Start(folder=site.folder, ranks=own, threads=threads, secrets=secret_files or {})
             )
-        logs = _Logs(run_folder / "logs", stack)
+        logs = Logs(run_folder / "logs", [task.rank for task in tasks], stack)
+        return _run(agents, starts, Results(sites, run_folder), logs, watcher)
 
-        def on_report(host: Host, report: Line | Said) -> None:
-            if isinstance(report, Said):
-                watcher.on_event(report.rank, report.event.encode())
-                return
-            logs.write(report.rank, report.text)
-            watcher.on_line(host, report.rank, report.stream, report.text)
 
+def _run(
+    agents: Agents, starts: Sequence[Start], results: Results, logs: Logs, watcher: Watcher
+) -> RankEnd | None:
+    is_ending = False
+
+    def on_report(host: Host, report: Line | Said) -> None:
+        if isinstance(report, Line):
+            logs.write(report.rank, report.data)
+        if is_ending:  # the terminal may be gone, or held up: what is left to do needs none
+            return
+        if isinstance(report, Said):
+            watcher.on_event(report.rank, report.event.encode())
+        elif report.is_shown:
+            watcher.on_line(host, report.rank, report.stream, shown(report.data))
+
+    try:
         cause = agents.run(starts, on_report)
-        _fetch(sites, agents.with_results, run_folder)
-        agents.tell_all(Clean())
-        return cause
+        faults = results.fetch(agents, LIMIT_S)
+    except BaseException:
+        is_ending = True
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which may follow an error of the terminal
+        with suppress(OSError):
+            for text in _rescue(agents, results):
+                watcher.tell(text)
+        raise
+    if cause is None and faults:
+        raise RunFailed("\n".join(faults))
+    for text in faults:
+        watcher.tell(text)
+    return cause
+
+
+def _rescue(agents: Agents, results: Results) -> list[str]:
+    """After an error, or after Ctrl-C; a second one ends it at once. What is to be told of it."""
+    try:
+        with stop_signals((signal.SIGINT, signal.SIGTERM)):
+            agents.stop()
+            return results.fetch(agents, RESCUE_S)
+    except Interrupted:
+        return [f"what ranks left, if anything, stays there: {results.places}"]
 
 
 def _prepare(
@@ -100,8 +139,8 @@ def _prepare(
     hellos = agents.hellos()
     others = [host for host in hosts if not agents.is_here(host)]
     run = f"{run_folder.name}-{secrets.token_hex(4)}"
-    orders = {
-        host.name: Prepare(run=run, folder=host.folder, needed_bytes=NEEDED_BYTES)
+    orders = {  # with their names, since hosts may share the folder that runs are in
+        host.name: Prepare(run=f"{run}-{host.name}", folder=host.folder, needed_bytes=NEEDED_BYTES)
         for host in others
     }
     made = agents.ask_each(orders, Prepared)
@@ -144,31 +183,3 @@ def _host_of(hosts: Sequence[Host], rank: int) -> Host:
             return host
         rank -= host.slots
     raise IndexError(rank)
-
-
-def _fetch(sites: Sequence[Site], wanted: Sequence[Host], run_folder: Path) -> None:
-    """What the leader left goes right into the run folder, what others left into one of theirs."""
-    copies = []
-    for site in sites:
-        if site.host in wanted:
-            here = run_folder if site is sites[0] else run_folder / site.host.name
-            here.mkdir(exist_ok=True)
-            by_rsync = site.hello.has_rsync and can_rsync()
-            copies.append(Copy(site.host, here, site.results, by_rsync, is_back=True))
-    copy_all(copies)
-
-
-class _Logs:
-    """A file for each rank, made when it first says something."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder = folder
-        self._stack = stack
-        self._files: dict[int, IO[str]] = {}
-
-    def write(self, rank: int, text: str) -> None:
-        if rank not in self._files:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"rank{rank}.log"
-            self._files[rank] = self._stack.enter_context(path.open("w", buffering=1))
-        self._files[rank].write(f"{text}\n")

@@ -33,6 +33,7 @@ def test_names() -> None:
         ("laptop;rm", "is no name of a host"),
         ("laptop:0", "laptop: slots must be at least 1, not 0"),
         ("laptop:", "'laptop:': expected NAME or NAME:SLOTS, for example laptop:2"),
+        ("laptop:99999", "slots = 99999; at most 512"),
         ("laptop:two", "expected NAME or NAME:SLOTS"),
         ("laptop,laptop", "laptop is there twice. Say laptop:2"),
         ("absent.toml", "there is no such file. `shoal hosts init"),

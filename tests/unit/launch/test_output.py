@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.launch.output import MAX_LINE_BYTES, TAIL_LINES, Lines
+from shoal.launch.output import MAX_LINE_BYTES, TAIL_LINES, Lines, shown, text_of
 
 pieces = st.lists(st.sampled_from([b"\n", b"\r", b"a", b"bc", "é".encode(), b"\xff", b"\x00"]))
 long_pieces = st.lists(
@@ -17,7 +18,7 @@ long_pieces = st.lists(
 )
 
 
-def lines_of(parts: list[bytes], max_bytes: int | None = MAX_LINE_BYTES) -> list[str]:
+def lines_of(parts: list[bytes], max_bytes: int | None = MAX_LINE_BYTES) -> list[bytes]:
     lines = Lines(max_bytes)
     return [line for part in parts for line in lines.feed(part)] + list(lines.finish())
 
@@ -25,11 +26,8 @@ def lines_of(parts: list[bytes], max_bytes: int | None = MAX_LINE_BYTES) -> list
 @given(pieces)
 def test_any_cut_gives_the_same_lines(parts: list[bytes]) -> None:
     whole = b"".join(parts)
-    expected = [
-        line.rstrip(b"\r").decode(errors="replace")
-        for line in whole.removesuffix(b"\n").split(b"\n")
-    ]
-    expected = expected if whole else []
+    *ended, rest = whole.split(b"\n")
+    expected = [line + b"\n" for line in ended] + ([rest] if rest else [])
     assert lines_of([whole]) == expected
     assert lines_of(parts) == expected
     assert lines_of([whole[i : i + 1] for i in range(len(whole))]) == expected
@@ -42,15 +40,14 @@ def test_any_cut_of_long_lines_gives_the_same_lines(parts: list[bytes]) -> None:
     """Once, a line of exactly the limit got an empty one after it, if its end came later."""
     whole = lines_of([b"".join(parts)])
     assert lines_of(parts) == whole
-    assert all(len(line) <= MAX_LINE_BYTES for line in whole)
-    kept = "".join(whole)
-    assert kept.count("x") == sum(part.count(b"x") for part in parts), "nothing is lost"
+    assert all(len(line.rstrip(b"\n")) <= MAX_LINE_BYTES for line in whole)
+    assert b"".join(whole) == b"".join(parts), "nothing is lost, and nothing comes in"
 
 
 def test_long_lines_are_cut_at_64_kib() -> None:
     assert MAX_LINE_BYTES == 64 * 1024
-    assert [len(line) for line in lines_of([b"x" * 65_537 + b"\n"])] == [65_536, 1]
-    assert [len(line) for line in lines_of([b"x" * 65_536 + b"\n"])] == [65_536]
+    assert [len(line) for line in lines_of([b"x" * 65_537 + b"\n"])] == [65_536, 2]
+    assert [len(line) for line in lines_of([b"x" * 65_536 + b"\n"])] == [65_537]
 
 
 def test_a_line_without_an_end_does_not_wait_for_it() -> None:
@@ -61,17 +58,17 @@ def test_a_line_without_an_end_does_not_wait_for_it() -> None:
 
 
 def test_without_a_limit_lines_stay_whole() -> None:
-    assert [len(line) for line in lines_of([b"x" * 200_000, b"x\n"], None)] == [200_001]
+    assert [len(line) for line in lines_of([b"x" * 200_000, b"x\n"], None)] == [200_002]
 
 
 def test_empty_lines_are_lines() -> None:
-    assert lines_of([b"\n\na\n\n"]) == ["", "", "a", ""]
+    assert lines_of([b"\n\na\n\n"]) == [b"\n", b"\n", b"a\n", b"\n"]
 
 
 def test_finishing_twice_gives_nothing_more() -> None:
     lines = Lines()
     assert list(lines.feed(b"a")) == []
-    assert list(lines.finish()) == ["a"]
+    assert list(lines.finish()) == [b"a"]
     assert list(lines.finish()) == []
 
 
@@ -79,4 +76,26 @@ def test_the_last_lines_are_remembered() -> None:
     lines = Lines()
     for number in range(100):
         list(lines.feed(f"{number}\n".encode()))
-    assert list(lines.tail) == [str(n) for n in range(100 - TAIL_LINES, 100)]
+    assert lines.tail == [str(n) for n in range(100 - TAIL_LINES, 100)]
+
+
+def test_a_line_without_its_end() -> None:
+    assert text_of(b"caf\xc3\xa9\r\n") == "caf\u00e9"
+    assert text_of(b"\xff\n") == "\ufffd"
+    assert text_of(b"") == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"a\tb\n", "a\tb"),
+        (b"\x1b[1;31mred\x1b[0m\x1b[m", "\x1b[1;31mred\x1b[0m\x1b[m"),
+        (b" 10%\r 20%\r\n", " 10%\r 20%"),
+        (b"\x1b[2J\x1b[H", "\\x1b[2J\\x1b[H"),
+        (b"\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\u009b2J".encode(), "\\x9b2J"),
+        (b"a\x08\x7f\x00", "a\\x08\\x7f\\x00"),
+    ],
+)
+def test_a_terminal_is_not_at_the_mercy_of_a_rank(line: bytes, expected: str) -> None:
+    assert shown(line) == expected

@@ -1,0 +1,79 @@
+"""What ranks leave: their logs, written here as they speak, and their results, fetched at the end.
+
+What the leader left goes right into the run folder, what others left into one of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from shoal.errors import RunFailed
+from shoal.launch.addresses import Site
+from shoal.launch.agents import Agents
+from shoal.launch.copying import Copy, can_rsync, copy_all
+from shoal.launch.hosts import Host
+from shoal.launch.messages import Clean
+
+
+class Logs:
+    """A file for each rank, with the bytes that it wrote."""
+
+    def __init__(self, folder: Path, ranks: Sequence[int], stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._files: dict[int, IO[bytes]] = {}
+        folder.mkdir(exist_ok=True)
+        for rank in ranks:  # one that says nothing has a file too
+            self._path(rank).touch()
+
+    def write(self, rank: int, data: bytes) -> None:
+        if rank not in self._files:
+            file = self._path(rank).open("ab", buffering=0)
+            self._files[rank] = self._stack.enter_context(file)
+        self._files[rank].write(data)
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+
+class Results:
+    """On the hosts where they are not here already."""
+
+    def __init__(self, sites: Sequence[Site], run_folder: Path) -> None:
+        self._sites = sites
+        self._run_folder = run_folder
+
+    @property
+    def places(self) -> str:
+        return ", ".join(_place(site) for site in self._sites if not site.is_here)
+
+    def fetch(self, agents: Agents, limit_s: float) -> list[str]:
+        """What there is, from all that are still with us, which may remove it then. Returns what
+        went wrong, and where it lies."""
+        wanted = [site for site in self._sites if site.host in agents.with_results]
+        lost = [s for s in self._sites if s.host.name in agents.lost and not s.is_here]
+        faults = [f"what ranks left, if anything, stays there: {_place(site)}" for site in lost]
+        failed: list[Host] = []
+
+        def on_failure(copy: Copy, error: RunFailed) -> None:
+            failed.append(copy.host)
+            faults.append(f"{error}\nThe results stay there: {copy.host.name}:{copy.there}")
+
+        copy_all([self._copy(site) for site in wanted], limit_s, on_failure)
+        agents.tell([site.host for site in self._sites if site.host not in failed], Clean())
+        return faults
+
+    def _copy(self, site: Site) -> Copy:
+        here = self._run_folder
+        if site is not self._sites[0]:
+            here /= site.host.name
+        here.mkdir(exist_ok=True)
+        by_rsync = site.hello.has_rsync and can_rsync()
+        return Copy(site.host, here, site.results, by_rsync, is_back=True)
+
+
+def _place(site: Site) -> str:
+    return f"{site.host.name}:{site.results}"

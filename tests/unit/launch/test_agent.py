@@ -1,0 +1,206 @@
+"""A real agent of this host, at the end of a pipe, without ssh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+from processes import ENOUGH_S, all_gone, clean_environment, until
+
+from shoal.launch.agent import SILENCE_S
+from shoal.launch.messages import (
+    Clean,
+    Done,
+    Here,
+    Line,
+    Order,
+    Ping,
+    Prepare,
+    Prepared,
+    RankTask,
+    Refused,
+    Report,
+    Start,
+    Stop,
+    encode,
+    read_report,
+)
+
+SERVE = "import sys, shoal.launch.agent as a; a.SILENCE_S = {}; sys.exit(a.Agent().serve())"
+WAIT = "import time; print('up', flush=True); time.sleep(1000)"
+CHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+BLAMED = """
+import os, pathlib, sys, time
+other = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    other.write_text(str(os.getpid()))
+    raise RuntimeError("Connection closed by peer")
+while not other.exists() or os.path.exists(f"/proc/{other.read_text()}/exe"):
+    time.sleep(0.01)
+raise ValueError("my fault")
+"""
+ENDLESS = "print('up', flush=True)\nwhile True: print('x' * 1000)"
+
+
+Kind = TypeVar("Kind", bound=Report)
+
+
+class Pipe:
+    """An agent, as its launcher has it."""
+
+    def __init__(self, silence_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE.format(silence_s)],
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.expect(Here)
+
+    def tell(self, *orders: Order) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"".join(map(encode, orders)))
+        self.process.stdin.flush()
+
+    def expect(self, kind: type[Kind]) -> Kind:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if isinstance(report := read_report(line), kind):
+                return report
+        raise AssertionError(f"it left without {kind.__name__}")
+
+    def hang_up(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def end(self) -> int:
+        return self.process.wait(ENOUGH_S)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[Pipe]:
+    with closing(Pipe(ENOUGH_S)) as made:
+        yield made
+
+
+@pytest.fixture
+def impatient() -> Iterator[Pipe]:
+    """One that does not wait as long for a word."""
+    with closing(Pipe(1.0)) as made:
+        yield made
+
+
+def ranks(code: str, count: int = 1, *arguments: str) -> Start:
+    words = ["-c", code, *arguments]
+    tasks = [RankTask(rank=n, arguments=words, environment={"RANK": str(n)}) for n in range(count)]
+    return Start(folder="/", ranks=tasks, threads=1)
+
+
+def prepare(agent: Pipe, folder: Path) -> Prepared:
+    agent.tell(Prepare(run="run", folder=str(folder)))
+    made = agent.expect(Prepared)
+    (Path(made.code) / "script.py").touch()
+    return made
+
+
+def test_a_launcher_that_says_nothing_is_told_why_its_ranks_ended(impatient: Pipe) -> None:
+    """As when it was suspended: it reads that when it goes on."""
+    impatient.tell(ranks(WAIT))
+    impatient.expect(Line)
+    family = impatient.family()
+    assert (
+        f"heard nothing from this command for {SILENCE_S:g} s" in impatient.expect(Refused).reason
+    )
+    impatient.end()
+    assert all_gone(family)
+
+
+def test_a_launcher_that_reads_nothing_is_not_waited_for(impatient: Pipe, tmp_path: Path) -> None:
+    """All pipes are full by then."""
+    prepare(impatient, tmp_path)
+    impatient.tell(ranks(ENDLESS))
+    impatient.expect(Line)
+    family = impatient.family()
+    assert family
+    impatient.end()
+    assert all_gone(family)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_start_ends_with_them_wherever_it_is(agent: Pipe) -> None:
+    agent.tell(ranks(f"{CHILD}; {WAIT}"))
+    agent.expect(Line)
+    family = agent.family()
+    assert len(family) == 2
+    agent.tell(Stop())
+    assert agent.expect(Done).cause is None
+    assert all_gone(family)
+
+
+def test_what_ranks_leave_running_is_ended_too(agent: Pipe) -> None:
+    agent.tell(ranks(CHILD + "; print('up')"), Ping())
+    agent.expect(Done)
+    assert agent.family() == []
+
+
+def test_an_agent_that_still_starts_ranks_hears_that_it_is_alone(agent: Pipe) -> None:
+    agent.tell(ranks(WAIT, 200))
+    until(lambda: len(agent.family()) > 2, "it has begun")
+    family = agent.family()
+    agent.hang_up()
+    agent.end()
+    assert len(family) < 200
+    assert all_gone(family)
+
+
+def test_stopped_before_it_came_to_start(agent: Pipe) -> None:
+    agent.tell(Stop(), ranks(WAIT))
+    assert agent.expect(Done).cause is None
+    assert agent.family() == []
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_only_results_that_nobody_has_stay(agent: Pipe, tmp_path: Path, is_fetched: bool) -> None:
+    made = prepare(agent, tmp_path)
+    (Path(made.results) / "weights").touch()
+    if is_fetched:
+        agent.tell(Clean())
+    agent.hang_up()
+    agent.end()
+    left = [path.name for path in tmp_path.rglob("*")]
+    assert left == ([] if is_fetched else ["run", "results", "weights"])
+
+
+def test_without_results_nothing_stays(agent: Pipe, tmp_path: Path) -> None:
+    prepare(agent, tmp_path)
+    agent.hang_up()
+    agent.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_traceback_that_is_not_shown_is_told_for_the_log(agent: Pipe, tmp_path: Path) -> None:
+    agent.tell(ranks(BLAMED, 2, str(tmp_path / "other")))
+    lines = []
+    while b"peer" not in b"".join(line.data for line in lines if not line.is_shown):
+        lines.append(agent.expect(Line))
+    assert {line.rank for line in lines if not line.is_shown} == {1}
+    assert b"ValueError: my fault\n" in [line.data for line in lines if line.is_shown]
+    cause = agent.expect(Done).cause
+    assert cause is not None
+    assert cause.rank == 0
