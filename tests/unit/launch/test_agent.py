@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from mounts import disk
 from processes import ENOUGH_S, all_gone, clean_environment, until
 
 from shoal.launch.agent import SILENCE_S
@@ -113,10 +114,35 @@ def ranks(code: str, count: int = 1, *arguments: str) -> Start:
 
 
 def prepare(agent: Pipe, folder: Path) -> Prepared:
-    agent.tell(Prepare(run="run", folder=str(folder)))
+    agent.tell(Prepare(run="run", folder=str(folder), needed_bytes=0))
     made = agent.expect(Prepared)
     (Path(made.code) / "script.py").touch()
     return made
+
+
+def test_a_folder_is_made_where_it_was_asked_for(agent: Pipe, tmp_path: Path) -> None:
+    agent.tell(Prepare(run="my-run", folder=str(tmp_path / "new"), needed_bytes=1))
+    made = agent.expect(Prepared)
+    own = tmp_path / "new/my-run"
+    assert made == Prepared(code=str(own / "code"), results=str(own / "results"))
+    assert Path(made.results).is_dir()
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null"])
+def test_where_no_folder_can_be_made(agent: Pipe, folder: str) -> None:
+    agent.tell(Prepare(run="my-run", folder=folder, needed_bytes=1))
+    reason = agent.expect(Refused).reason
+    assert reason.startswith(f"no folder for this run can be made in {folder} (")
+    assert 'folder = "PATH" in hosts.toml' in reason
+
+
+def test_where_there_is_no_room(agent: Pipe, tmp_path: Path) -> None:
+    """Of the folder that was asked for, wherever the cache is."""
+    with disk(tmp_path / "small", 2**20) as small:
+        agent.tell(Prepare(run="my-run", folder=str(small), needed_bytes=100 * 2**20))
+        reason = agent.expect(Refused).reason
+        assert list(small.iterdir()) == []
+    assert f"1 MiB are free on the disk of {small}, and a run needs 100" in reason
 
 
 def test_a_launcher_that_says_nothing_is_told_why_its_ranks_ended(impatient: Pipe) -> None:
