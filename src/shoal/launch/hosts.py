@@ -145,7 +145,7 @@ def _field_faults(where: str, field: str, value: object) -> list[str]:
         return [f"{where}: {field} = {_shown(value)}: expected text in quotes, {example}."]
     if not value.strip():
         return [f'{where}: {field} = "{value}": is empty. Leave it out, or give one, {example}.']
-    return unknown(f"{where}: device =", value, DEVICES) if field == "device" else []
+    return unknown(f"{where}: device", value, DEVICES) if field == "device" else []
 
 
 def _shown(value: object) -> str:

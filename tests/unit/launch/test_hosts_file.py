@@ -96,7 +96,7 @@ def test_devices_are_those_of_the_option(tmp_path: Path) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text('[hosts.a]\ndevice = "tpu"\n[hosts.b]\ndevice = "cpu"\n')
     assert faults_of(str(path)) == [
-        f"{path}: host a: device = tpu: unknown. Did you mean cpu? Known: auto, cpu, cuda."
+        f"{path}: host a: device tpu: unknown. Did you mean cpu? Known: auto, cpu, cuda."
     ]
 
 

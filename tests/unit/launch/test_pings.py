@@ -20,7 +20,7 @@ def say(report):
     sys.stdout.buffer.write(encode(report))
     sys.stdout.buffer.flush()
 say(Here(host="h", pid=1, python="", python_version="", shoal="", torch="", seen_as="",
-         seen_from="", cores=1, free_bytes=0, has_rsync=False))
+         seen_from="", cores=1, has_rsync=False))
 heard = None
 for line in sys.stdin.buffer:
     order = read_order(line)
