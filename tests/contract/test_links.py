@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -238,13 +239,11 @@ def test_every_error_is_raised_anew(links: list[Link]) -> None:
     assert caught[0] is not caught[1]
 
 
-@pytest.mark.parametrize("size", [1, 1000, 50_000, 600_000, 1_500_000])
-def test_tensors_lie_where_torch_puts_its_own_if_that_is_wanted(
-    links: list[Link], size: int
-) -> None:
+def test_tensors_lie_where_torch_puts_its_own_if_that_is_wanted(links: list[Link]) -> None:
     """Else a matrix product of them may round otherwise than that of one process."""
     links[1].align()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    sizes = (1, 1000, 50_000, 600_000, 1_500_000)
+    for size, dtype in itertools.product(sizes, (torch.float64, torch.float32, torch.bfloat16)):
         tree = [torch.full((size,), n, dtype=dtype) for n in range(3)]
         for message in (tree, tree[0]):
             job = links[0].isend(message, to=1)
@@ -283,16 +282,14 @@ TERMS: dict[str, tuple[Callable[[Link], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("say", "answer"), TERMS.values(), ids=TERMS)
-def test_a_slip_is_told_at_once_and_costs_nothing(
-    links: list[Link], say: Callable[[Link], object], answer: str
-) -> None:
-    with pytest.raises(WireError, match=answer):
-        say(links[0])
-    links[1].send("well?", to=0)
-    assert links[0].recv(1) == "well?"
-    links[0].send("well", to=1)
-    assert links[1].recv(0) == "well"
+def test_a_slip_is_told_at_once_and_costs_nothing(links: list[Link]) -> None:
+    for say, answer in TERMS.values():
+        with pytest.raises(WireError, match=answer):
+            say(links[0])
+        links[1].send("well?", to=0)
+        assert links[0].recv(1) == "well?"
+        links[0].send("well", to=1)
+        assert links[1].recv(0) == "well"
 
 
 @pytest.mark.parametrize("posted_first", [True, False])

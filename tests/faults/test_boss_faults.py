@@ -670,10 +670,11 @@ class FakeBoss:
         call = read_call(content)
         if isinstance(call, Application):
             return encode(Hired(1, 1, 3, 1.0, 5.0))
+        if not isinstance(call, Ready):  # it could not link up, and says so
+            return None
         self.num_ready += 1
         if not self._cards:
             return None
-        assert isinstance(call, Ready)
         cards = [self.link.card, call.card, *self._cards]
         return encode(Roster(call.round, cards, ["the boss", "worker 1", "worker 2"]))
 

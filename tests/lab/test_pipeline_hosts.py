@@ -201,7 +201,13 @@ def test_the_summary_shows_the_hosts(begin: Begin, tmp_path: Path) -> None:
     assert summary["hosts"] == NAMES
     assert [stage["hosts"] for stage in summary["stages"]] == [[name] for name in NAMES]
     modules = [name for stage in summary["stages"] for name in stage["modules"]]
-    assert modules == ["fc1", "fc2", "fc3", "fc4", "fc5"]
+    assert [name for name in modules if name.startswith("fc")] == [
+        "fc1",
+        "fc2",
+        "fc3",
+        "fc4",
+        "fc5",
+    ]
     assert sum(stage["parameters"] for stage in summary["stages"]) == summary["parameters"]
 
 

@@ -153,6 +153,8 @@ class _Running(Closing):
         self._said.seek(0)
         lines = self._said.read().splitlines()[-SAID_LINES:]
         said = "".join(f"\n  {shown(line)}" for line in lines if line.strip())
+        codes = ", ".join(str(program.returncode) for program in self._programs)
+        said = said or f"\n  It said nothing (exit code {codes}). Is there room for it?"
         remedy = _remedy(said, self.copy)
         text = f"{self.copy.host.name}: {_what(self.copy)} failed.{said}"
         return RunFailed(f"{text}\n{remedy}" if remedy else text)
