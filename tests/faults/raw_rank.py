@@ -15,7 +15,7 @@ from shoal.closing import Closing
 from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
-from shoal.wire.tree import memory_of, take_apart
+from shoal.wire.tree import take_apart
 from shoal.wire.zmq_link import HELLO
 from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, WHOLE_BYTES
 from shoal.wire.zmq_sockets import PULSE, Card
@@ -106,7 +106,7 @@ class RawCall(Closing):
 def frames_of(tree: Any, number: int = 0, tag: str = "") -> list[list[bytes]]:
     """The zmq messages by which a link sends `tree` as its message `number`."""
     head, buffers = pack(take_apart(tree), tag, number, DEFAULT_LIMIT_BYTES)
-    contents = [memory_of(buffer).tobytes() for buffer in buffers]
+    contents = [buffer.tobytes() for buffer in buffers]
     if len(contents) == 1 and len(contents[0]) <= WHOLE_BYTES:
         return [[head, contents[0]]]
     pieces = [

@@ -38,8 +38,8 @@ from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.terms import seconds
-from shoal.wire.tree import DTYPES, Tree, as_tensor, bytes_of
+from shoal.wire.terms import check_way, seconds
+from shoal.wire.tree import DTYPES, Tree, as_tensor, view_of
 
 PIECE_BYTES = 4 * 2**20
 BLOCK_BYTES = 64 * 1024
@@ -150,7 +150,7 @@ class DistLink(Link):
     # -- sending -----------------------------------------------------------------------------------
 
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        self._check(to, tag)
+        check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
         with peer.lock:
             if not self._is_open:
@@ -160,7 +160,7 @@ class DistLink(Link):
             peer.num_sent += 1
         return outgoing if buffers else DONE
 
-    def _start(self, peer: _Peer, head: bytes, buffers: list[torch.Tensor]) -> _Outgoing:
+    def _start(self, peer: _Peer, head: bytes, buffers: list[front.Memory]) -> _Outgoing:
         if peer.lost:
             raise copy.copy(peer.lost)
         outgoing = _Outgoing(self, peer)
@@ -170,10 +170,10 @@ class DistLink(Link):
             pieces.append((REST, message[BLOCK_BYTES:]))
         on_gpu = []
         for buffer in buffers:
-            if peer.lane and peer.lane.stays(buffer):
+            if isinstance(buffer, torch.Tensor):
                 on_gpu.append(buffer)
                 continue
-            content = bytes_of(buffer)
+            content = as_tensor(view_of(buffer))
             if len(content) <= PIECE_BYTES:
                 pieces.append((WHOLE + len(content), content))
             else:

@@ -9,7 +9,7 @@ behind, as they lie. Sender and receiver know from the sizes alone which is whic
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -63,10 +63,12 @@ class Front(NamedTuple):
             raise WireError(f"text that is none: {error}") from error
 
 
-def pack(
-    parcel: Parcel, tag: str, number: int, limit_bytes: int
-) -> tuple[bytes, list[torch.Tensor]]:
-    """The front, and the buffers that go behind it."""
+Memory: TypeAlias = Any
+"""What goes behind a front: a buffer as `memory_of` has it, or a tensor that stays on its GPU."""
+
+
+def pack(parcel: Parcel, tag: str, number: int, limit_bytes: int) -> tuple[bytes, list[Memory]]:
+    """The front, and what goes behind it."""
     buffers = parcel.buffers
     sizes = [buffer.nbytes for buffer in buffers]
     total = sum(sizes)
@@ -78,7 +80,10 @@ def pack(
         return b"".join([prefix, header, plan, *map(memory_of, buffers)]), []
     small, behind = _sorted(sizes, parcel.slots)
     packed = [memory_of(buffers[each]) for each in small]
-    return b"".join([prefix, header, plan, *packed]), [buffers[each] for each in behind]
+    return b"".join([prefix, header, plan, *packed]), [
+        buffers[each] if parcel.slots[each].is_on_gpu else memory_of(buffers[each])
+        for each in behind
+    ]
 
 
 class Packer:
@@ -93,18 +98,17 @@ class Packer:
         self._headers: dict[Any, tuple[bytes, bool]] = {}
         """With whether all buffers are small."""
 
-    def pack(self, tree: Tree, tag: str, number: int) -> tuple[bytes, list[torch.Tensor]]:
+    def pack(self, tree: Tree, tag: str, number: int) -> tuple[bytes, list[Memory]]:
         """Like `pack`, of a tree."""
-        tensors: list[torch.Tensor] = []
-        memory: list[Any] = []
-        outline = outline_of(tree, tensors, memory) if self._stays is None else None
+        memory: list[Memory] = []
+        outline = outline_of(tree, memory) if self._stays is None else None
         if outline is None:
             return pack(take_apart(tree, self._stays), tag, number, self._limit_bytes)
         known = self._headers.get((tag, outline))
         if known is None:
             head, behind = pack(take_apart(tree), tag, number, self._limit_bytes)
             header = _header_in(head)
-            if len(behind) in (0, len(tensors)) and len(header) <= MAX_REMEMBERED_BYTES:
+            if len(behind) in (0, len(memory)) and len(header) <= MAX_REMEMBERED_BYTES:
                 if len(self._headers) >= MAX_REMEMBERED:
                     self._headers.clear()
                 self._headers[tag, outline] = header, not behind
@@ -113,7 +117,7 @@ class Packer:
         prefix = _PREFIX.pack(number, len(header))
         if is_small:
             return b"".join([prefix, header, *memory]), []
-        return prefix + header, tensors
+        return prefix + header, memory
 
 
 def _header_in(head: bytes) -> bytes:

@@ -153,11 +153,12 @@ class Inbox:
                 if job._finish(tree):
                     queue.messages.popleft()
                     self._backlog[peer] -= size
-            elif error := self._trouble(peer):
-                job._fail(error)
+            elif self._closed or peer in self._lost:
+                job._fail(WireError("the link was closed") if self._closed else self._lost[peer])
             else:
                 queue.jobs.append(job)
-            self._wake()
+            if self._num_waiting:
+                self._changed.notify_all()
         return job
 
     # -- the transport -----------------------------------------------------------------------------
@@ -278,9 +279,6 @@ class Inbox:
                 arrival.job._fail(error)
         self._arriving = {each for each in self._arriving if each.peer not in peers}
         self._wake()
-
-    def _trouble(self, peer: int) -> ShoalError | None:
-        return WireError("the link was closed") if self._closed else self._lost.get(peer)
 
     def withdraw(self, job: ReceiveJob) -> None:
         """Nobody will wait for this job any more: it must not take a message away."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shoal.closing import Closing
 from shoal.errors import PeerLost
 from shoal.wire.inbox import Inbox, ReceiveJob
-from shoal.wire.terms import check_peer, check_places, check_tag, seconds
+from shoal.wire.terms import check_places, check_seconds, check_way
 from shoal.wire.tree import Tree
 
 FAREWELL_S = 10.0
@@ -56,8 +56,9 @@ class Link(Closing):
 
     def send(self, tree: Tree, to: int, tag: str = "", timeout_s: float | None = None) -> None:
         """Returns when `tree` may be changed again; it may not have arrived yet."""
-        limit_s = seconds(timeout_s, self.timeout_s)
-        self.isend(tree, to, tag).wait(limit_s)
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)  # before anything goes
+        self.isend(tree, to, tag).wait(timeout_s)
 
     def recv(
         self, source: int, tag: str = "", into: Tree = None, timeout_s: float | None = None
@@ -67,17 +68,16 @@ class Link(Closing):
         into: a tree with tensors to be filled, instead of new ones: as many as come, in the same
             places, of the same dtypes and shapes. They are in what is returned.
         """
-        limit_s = seconds(timeout_s, self.timeout_s)
         job = self.irecv(source, tag, into)
         try:
-            return job.wait(limit_s)
+            return job.wait(timeout_s)
         except BaseException:
             self.give_up(job)
             raise
 
     def irecv(self, source: int, tag: str = "", into: Tree = None) -> ReceiveJob:
         """Like recv, but at once: `job.done()`, `job.wait()`."""
-        self._check(source, tag)
+        check_way(source, tag, self.rank, self.size)
         if into is not None:
             check_places(into)
         return self._inbox.expect(source, tag, into)
@@ -119,10 +119,6 @@ class Link(Closing):
         name = type(error).__name__
         reason = f"{name}: {error}" if str(error) else name
         self.close(HASTE_S, "" if isinstance(error, PeerLost) else reason)
-
-    def _check(self, peer: int, tag: str) -> None:
-        check_peer(peer, self.rank, self.size)
-        check_tag(tag)
 
 
 def has_left(name: str, reason: str) -> str:

@@ -6,7 +6,8 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.tree import Tree, memory_of, view_of
+from shoal.wire.terms import check_way
+from shoal.wire.tree import Tree, view_of
 
 
 class MemoryLink(Link):
@@ -28,7 +29,7 @@ class MemoryLink(Link):
         return links
 
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        self._check(to, tag)
+        check_way(to, tag, self.rank, self.size)
         if not self._open:
             raise WireError("the link was closed")
         peer = self._links[to]
@@ -41,7 +42,7 @@ class MemoryLink(Link):
         for number, start, end in read.small:
             arrival.take(number, bytearray(head[start:end]))
         for number, buffer in zip(read.behind, buffers, strict=True):
-            arrival.room(number)[:] = view_of(memory_of(buffer))
+            arrival.room(number)[:] = view_of(buffer)
         peer._inbox.deliver(arrival)
         return DONE
 

@@ -11,25 +11,29 @@ from shoal.wire.header import MAX_TAG_LETTERS
 from shoal.wire.tree import Tree, tensors_of
 
 
-def check_peer(peer: int, rank: int, size: int) -> None:
-    """Another rank of the crew."""
-    if type(peer) is int and 0 <= peer < size and peer != rank:
-        return
+def check_way(peer: int, tag: str, rank: int, size: int) -> None:
+    """Between this rank and another of the crew, with a tag. On the way of every message: quick."""
+    if type(peer) is not int or not 0 <= peer < size or peer == rank:
+        raise _no_peer(peer, rank, size)
+    if type(tag) is not str or len(tag) > MAX_TAG_LETTERS or not tag.isascii():
+        _check_tag(tag)
+
+
+def _no_peer(peer: int, rank: int, size: int) -> WireError:
     others = ", ".join(str(other) for other in range(size) if other != rank) or "none"
     what = f"rank {peer}" if type(peer) is int else f"{peer!r}: a rank is an int"
-    raise WireError(f"rank {rank} has no link to {what}; it has links to: {others}")
+    return WireError(f"rank {rank} has no link to {what}; it has links to: {others}")
 
 
-def check_tag(tag: str) -> None:
+def _check_tag(tag: str) -> None:
     if type(tag) is not str:
         raise WireError(f"a tag is a str, not {type(tag).__name__} ({tag!r})")
     if len(tag) > MAX_TAG_LETTERS:
         raise WireError(f"a tag has at most {MAX_TAG_LETTERS} letters, this one has {len(tag)}")
-    if not tag.isascii():
-        try:
-            tag.encode()
-        except UnicodeEncodeError as error:
-            raise WireError(f"the tag {tag!r} is no text that can be sent") from error
+    try:
+        tag.encode()
+    except UnicodeEncodeError as error:
+        raise WireError(f"the tag {tag!r} is no text that can be sent") from error
 
 
 def seconds(timeout_s: float | None, usual_s: float) -> float:

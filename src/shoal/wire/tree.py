@@ -224,11 +224,11 @@ def _buffer(
     return ["b", len(parcel.slots) - 1]
 
 
-def outline_of(tree: Tree, tensors: list[torch.Tensor], memory: list[Any], depth: int = 0) -> Any:
+def outline_of(tree: Tree, memory: list[Any], depth: int = 0) -> Any:
     """What trees with the same plan and the same slots have in common; None where it cannot tell.
 
-    Costs a fraction of taking the tree apart. tensors: gets the buffers, in their order; memory:
-    the same as `memory_of` has them.
+    Costs a fraction of taking the tree apart. memory: gets the buffers, in their order, as
+    `memory_of` has them.
     """
     kind = type(tree)
     if kind is torch.Tensor:
@@ -237,24 +237,22 @@ def outline_of(tree: Tree, tensors: list[torch.Tensor], memory: list[Any], depth
         except (RuntimeError, TypeError):
             return None
         if array.flags.c_contiguous:
-            tensors.append(tree)
             memory.append(array)
             return array.dtype.char, array.shape
         if (order := _order(tree)) is None:
             return None
-        tensors.append(tree.permute(order))
-        memory.append(tensors[-1].numpy())
+        memory.append(array.transpose(order))
         return array.dtype.char, array.shape, tuple(order)
     outline: list[Any] = [kind]
     if kind is dict and depth < MAX_OUTLINE_DEPTH:
         for key, value in tree.items():
-            inner = outline_of(value, tensors, memory, depth + 1)
+            inner = outline_of(value, memory, depth + 1)
             if inner is None or type(key) is not str:
                 return None
             outline += key, inner
     elif kind in (list, tuple) and depth < MAX_OUTLINE_DEPTH:
         for value in tree:
-            inner = outline_of(value, tensors, memory, depth + 1)
+            inner = outline_of(value, memory, depth + 1)
             if inner is None:
                 return None
             outline.append(inner)

@@ -32,10 +32,11 @@ from shoal.network import is_loopback
 from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.terms import seconds
+from shoal.wire.terms import check_way, seconds
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_pieces import (
+    LAST,
     Due,
     SentMemory,
     check_size,
@@ -144,7 +145,7 @@ class ZmqLink(Link):
         self._by_pulse: dict[bytes, _Peer] = {}
         self._strangers: set[bytes] = set()
         self._pumping = threading.Lock()
-        self._frame = zmq.Frame()
+        self._frame = _NO_FRAME
         """What was received last."""
         self._has_more = False
         """Whether more of the same zmq message is to be received."""
@@ -237,7 +238,7 @@ class ZmqLink(Link):
     # -- sending -----------------------------------------------------------------------------------
 
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        self._check(to, tag)
+        check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
@@ -249,7 +250,7 @@ class ZmqLink(Link):
             peer.num_sent += 1
             try:
                 if not buffers:
-                    send(peer.dealer, head, zmq.DONTWAIT)
+                    send(peer.dealer, head, LAST)
                     return DONE
                 return _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
@@ -308,6 +309,7 @@ class ZmqLink(Link):
         finally:
             while self._has_more:  # the rest of a message that was not understood
                 self._next()
+            self._frame = _NO_FRAME  # or its memory could not be had for the next
             if self._gate.has_broken:
                 self._bury(is_quiet=False, heard=peer)
 
@@ -488,6 +490,7 @@ class ZmqLink(Link):
         return buffer
 
 
+_NO_FRAME = zmq.Frame()
 _DEAD = "its connection broke or it gave no sign of life. It was killed, is frozen, or is cut off"
 
 

@@ -14,17 +14,18 @@ import threading
 import weakref
 from typing import Any
 
-import torch
 import zmq
 import zmq.utils.garbage  # ends at exit: after all who register later, and still send then
 
 from shoal.errors import WireError
-from shoal.wire.front import Front
+from shoal.wire.front import Front, Memory
 from shoal.wire.inbox import Inbox
-from shoal.wire.tree import memory_of, view_of
+from shoal.wire.tree import view_of
 
 send: Any = zmq.backend.Socket.send
 """What every send comes to, without the step before it for options that nobody uses here."""
+MORE, LAST = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.DONTWAIT)
+"""How frames are sent. Numbers, since enums take longer to be put together than a front."""
 PIECE_BYTES = 2**20
 WHOLE_BYTES = 4 * 2**20
 """At most, of a buffer that goes whole: the memory it comes in becomes the tensor's. Beyond this
@@ -65,25 +66,20 @@ class SentMemory:
 
 
 def send_pieces(
-    dealer: zmq.Socket[bytes], head: bytes, number: int, tensors: list[torch.Tensor]
+    dealer: zmq.Socket[bytes], head: bytes, number: int, buffers: list[Memory]
 ) -> list[SentMemory]:
     """The front and all pieces behind it. Returns what tells that they have gone."""
-    if len(tensors) == 1 and tensors[0].nbytes <= WHOLE_BYTES:  # see `is_whole`
-        array = memory_of(tensors[0])
-        watch = SentMemory(array)
-        send(dealer, head, zmq.SNDMORE | zmq.DONTWAIT)
-        send(dealer, array, zmq.DONTWAIT, copy=False)
-        return [watch]
-    send(dealer, head, zmq.DONTWAIT)
+    sent = list(map(SentMemory, buffers))
+    if len(buffers) == 1 and buffers[0].nbytes <= WHOLE_BYTES:  # see `is_whole`
+        send(dealer, head, MORE)
+        send(dealer, buffers[0], LAST, copy=False)
+        return sent
+    send(dealer, head, LAST)
     count = 0
-    sent = []
-    for tensor in tensors:
-        array = memory_of(tensor)
-        sent.append(SentMemory(array))
-        pieces = [array] if tensor.nbytes <= PIECE_BYTES else cut(view_of(array))
-        for piece in pieces:
-            send(dealer, STAMP.pack(number, count), zmq.SNDMORE | zmq.DONTWAIT)
-            send(dealer, piece, zmq.DONTWAIT, copy=False)
+    for buffer in buffers:
+        for piece in [buffer] if buffer.nbytes <= PIECE_BYTES else cut(view_of(buffer)):
+            send(dealer, STAMP.pack(number, count), MORE)
+            send(dealer, piece, LAST, copy=False)
             count += 1
     return sent
 

@@ -103,10 +103,11 @@ def test_a_rank_that_has_none_refuses(
         link.connect([each.card for each in made])
     for link in made:
         link.settle()
-    monkeypatch.setattr(
-        made[0]._peers[1], "packer", Packer(DEFAULT_LIMIT_BYTES, stays=lambda t: True)
-    )
-    made[0].send(torch.zeros(100_000), to=1)
+    content = torch.zeros(100_000)
+    head, _ = Packer(DEFAULT_LIMIT_BYTES, stays=lambda t: True).pack(content, "", 0)
+    packer = made[0]._peers[1].packer
+    monkeypatch.setattr(packer, "pack", lambda *_: (head, [content.numpy()]))
+    made[0].send(content, to=1)
     with pytest.raises(Exception, match="for a GPU"):
         made[1].recv(0)
     assert "dropped rank 0" in caplog.text
