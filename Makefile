@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/shoal train --workers 2 --epochs 6 --name demo
 
+# Two tests at a time: most of them wait for processes. Folders and files stay together (conftest.py).
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # Slow, and each time other examples: for finding what `make test` does not.
 soak: $(VENV)/.installed-dev
