@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ FATES = {2: "leaves", 3: "raises", 4: "is killed", 5: "freezes"}
 HUNG_S = 2.0
 LARGE = torch.arange(16 * 2**20, dtype=torch.float32)  # 64 MiB
 LIMIT_S = 60.0
+LINKS = ("shoal-dist", "shoal-gate")
+"""Names of threads."""
 NOTE = Path(sys.argv[-1])
 
 Links = dict[str, list[Link]]
@@ -70,6 +73,10 @@ def bear_witness(crew: shoal.JoinedCrew, links: Links) -> None:
             assert torch.equal(tensor, LARGE)
             assert words == "we go on"
         print(json.dumps({"rank": crew.rank, "goes on after": fate}), flush=True)
+    for link in itertools.chain(*links.values()):
+        link.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name in LINKS]
+    print(json.dumps({"rank": crew.rank, "threads left": left}), flush=True)
     raise shoal.PeerLost("all that was to be seen has been seen")
 
 

@@ -71,6 +71,12 @@ def test_the_others_go_on_with_each_other(story: Story) -> None:
     assert story.said.count("PeerLost: all that was to be seen has been seen") == 2
 
 
+def test_no_thread_is_left_behind_a_link_that_was_closed(story: Story) -> None:
+    """One that comes back from gloo while the interpreter ends would end the process with SIGABRT."""
+    left = [each["threads left"] for each in story.seen if "threads left" in each]
+    assert left == [[], []], story.said
+
+
 # -- ranks that are busy ---------------------------------------------------------------------------
 
 BUSY = f"""

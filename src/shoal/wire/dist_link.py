@@ -43,7 +43,7 @@ from shoal.wire.tree import DTYPES, Tree, as_tensor, view_of
 
 PIECE_BYTES = 4 * 2**20
 BLOCK_BYTES = 64 * 1024
-FRONT, REST, PIECE, WHOLE = 1, 2, 3, 16
+FRONT, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
 MAX_SPARES = 8
 BEAT_S = 1.0
 """A rank that has nothing to say shows that it lives."""
@@ -59,6 +59,7 @@ _SIGN = 1 << 31
 BEAT, GOODBYE, DROPPED = b"b", b"g", b"d"
 MAX_REASON_LETTERS = 500
 _FOR_EVER = timedelta(days=365)
+_AT_ONCE = timedelta(milliseconds=1)
 MakeLane = Callable[[dist.Store, int], GpuLane]
 
 log = logging.getLogger("shoal.wire")
@@ -144,7 +145,9 @@ class DistLink(Link):
             )
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
-                peer.threads.append(threading.Thread(target=work, args=(peer,), daemon=True))
+                peer.threads.append(
+                    threading.Thread(target=work, args=(peer,), name="shoal-dist", daemon=True)
+                )
                 peer.threads[-1].start()
 
     # -- sending -----------------------------------------------------------------------------------
@@ -214,11 +217,13 @@ class DistLink(Link):
             if outgoing is None:
                 return
             try:
-                for work, _ in outgoing.works:
+                for work, piece in outgoing.works:
                     work.wait(_FOR_EVER)
                     # It takes what we send. Its own signs of life may not come through meanwhile:
-                    # gloo sends nothing while there is always more to be read.
-                    peer.heard_at = time.monotonic()
+                    # gloo sends nothing while there is always more to be read. What is small goes
+                    # without it, as far as this host's own memory.
+                    if piece.nbytes >= PIECE_BYTES:
+                        peer.heard_at = time.monotonic()
             except RuntimeError as error:
                 self._lose(peer, error)
                 return
@@ -372,15 +377,24 @@ class DistLink(Link):
 
     def _wait_for_threads(self, peer: _Peer, deadline: float) -> None:
         """Also where the peer is lost: a thread that comes back from gloo while the interpreter
-        ends would end the process with it. Only where gloo never returns is a thread left."""
+        ends would end the process with it."""
         lost_at = 0.0
         while alive := [thread for thread in peer.threads if thread.is_alive()]:
             now = time.monotonic()
             lost_at = lost_at or (now if peer.lost else 0.0)
             if now > deadline or (lost_at and now > lost_at + PARTING_S):
+                self._break_off(peer)
+                for thread in alive:
+                    thread.join(PARTING_S)
                 return
             alive[0].join(CLOSING_TURN_S)
             self._part_from_hung()
+
+    def _break_off(self, peer: _Peer) -> None:
+        """Make gloo give up all that is under way with `peer`: it does when a wait times out."""
+        self._part(peer, PeerLost(f"rank {self.rank} has left {peer.name}"))
+        with suppress(RuntimeError):
+            self._expect(peer, torch.empty(1, dtype=torch.uint8), NEVER).wait(_AT_ONCE)
 
 
 class _Outgoing(Job):
