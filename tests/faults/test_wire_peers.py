@@ -72,7 +72,7 @@ def test_the_others_go_on_with_each_other(story: Story) -> None:
 
 
 def test_no_thread_is_left_behind_a_link_that_was_closed(story: Story) -> None:
-    """One that comes back from gloo while the interpreter ends would end the process with SIGABRT."""
+    """One that comes back from gloo while the interpreter ends would abort the process."""
     left = [each["threads left"] for each in story.seen if "threads left" in each]
     assert left == [[], []], story.said
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -47,7 +47,9 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-TEXT, BYTES = "text", "bytes"
+TEXT, BYTES, INT = "text", "bytes", "int"
+PLAIN = (TEXT, BYTES, INT)
+"""Kinds of buffers that hold no tensor."""
 _NUMPY_KINDS = {name: numpy.dtype(name) for name in DTYPES if name in numpy.sctypeDict}
 _NUMPY = {DTYPES[name] for name in _NUMPY_KINDS}
 _SCALARS = (bool, int, float, str)
@@ -59,14 +61,14 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """What one buffer is."""
 
     kind: str
-    """A dtype's name, or `text`, or `bytes`."""
+    """A dtype's name, or `text`, `bytes` or `int`."""
     shape: list[int]
     is_on_gpu: bool = False
     """Goes from GPU to GPU, where the transport can do that."""
 
     @property
     def size_bytes(self) -> int:
-        item = 1 if self.kind in (TEXT, BYTES) else DTYPES[self.kind].itemsize
+        item = 1 if self.kind in PLAIN else DTYPES[self.kind].itemsize
         return item * math.prod(self.shape)
 
 
@@ -104,6 +106,8 @@ def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
         if order := _order(value):
             back = [order.index(dimension) for dimension in range(len(order))]
             return ["p", back, _plan(value.permute(order), parcel, path)]
+        if not value.is_nested and (fault := _shape_fault(value.shape)):
+            raise WireError(f"{_place(path)}: a tensor of {fault} cannot be sent.")
         kind = DTYPE_NAMES.get(value.dtype, "")
         stays = parcel.stays is not None and parcel.stays(value)
         if not kind or not _lies_well(value, stays):
@@ -127,7 +131,13 @@ def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
         case float():
             return float(value)  # numpy.float64 is one, but not to the encoder
         case int():
-            return int(value) if _SMALLEST_INT <= value <= _LARGEST_INT else ["i", hex(value)]
+            if _SMALLEST_INT <= value <= _LARGEST_INT:
+                return int(value)
+            size = value.bit_length() // 8 + 1
+            if size <= INLINE_BYTES:
+                return ["i", hex(value)]
+            content = value.to_bytes(size, "little", signed=True)
+            return _buffer(INT, [size], as_tensor(bytearray(content)), parcel)
         case str():
             encoded = value.encode("utf-8", "surrogatepass")
             if len(encoded) <= INLINE_BYTES and encoded.isascii():
@@ -138,8 +148,10 @@ def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
             if len(content) <= INLINE_BYTES:
                 return ["y", content]
             return _buffer(BYTES, [len(content)], as_tensor(bytearray(content)), parcel)
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     raise WireError(
-        f"{_place(path)}: a {type(value).__name__} cannot be sent. What can: dict, list, tuple, "
+        f"{_place(path)}: {name} cannot be sent. What can: dict, list, tuple, "
         "None, bool, int, float, str, bytes and tensors."
     )
 
@@ -159,10 +171,10 @@ def _key(key: Any, path: Path) -> Any:
         return key
     if isinstance(key, float):
         return float(key)
-    if isinstance(key, int):
+    if isinstance(key, int) and key.bit_length() // 8 < INLINE_BYTES:
         return int(key) if _SMALLEST_INT <= key <= _LARGEST_INT else ["i", hex(key)]
     raise WireError(
-        f"{_place(path)}: a dict key must be None, bool, int, float, or str or bytes of at most "
+        f"{_place(path)}: a dict key must be None, bool, float, or int, str or bytes of at most "
         f"{INLINE_BYTES} bytes; got {type(key).__name__}."
     )
 
@@ -234,7 +246,7 @@ def outline_of(tree: Tree, memory: list[Any], depth: int = 0) -> Any:
     if kind is torch.Tensor:
         try:
             array = tree.numpy()  # which fails for all that does not lie well, but one
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, ValueError):
             return None
         if array.flags.c_contiguous:
             memory.append(array)
@@ -301,18 +313,27 @@ def check_slots(slots: list[Slot], limit_bytes: int) -> int:
     """
     total = 0
     for number, slot in enumerate(slots):
-        if slot.kind not in DTYPES and slot.kind not in (TEXT, BYTES):
+        plain = slot.kind in PLAIN
+        if not plain and slot.kind not in DTYPES:
             raise WireError(f"buffer {number}: unknown kind {slot.kind[:40]!r}")
-        plain = slot.kind in (TEXT, BYTES)
-        if len(slot.shape) > MAX_DIMENSIONS or (plain and len(slot.shape) != 1):
+        if plain and len(slot.shape) != 1:
             raise WireError(f"buffer {number}: {len(slot.shape)} dimensions")
-        # Also where one extent is 0: torch multiplies the others all the same.
-        if min(slot.shape, default=0) < 0 or math.prod(e or 1 for e in slot.shape) > MAX_ELEMENTS:
-            raise WireError(f"buffer {number}: impossible shape")
+        if fault := _shape_fault(slot.shape):
+            raise WireError(f"buffer {number}: {fault}")
         total += slot.size_bytes
         if total > limit_bytes:
             raise WireError(f"the buffers need more than the limit of {limit_bytes} bytes")
     return total
+
+
+def _shape_fault(shape: Sequence[int]) -> str:
+    """What is wrong with a shape, if anything."""
+    if len(shape) > MAX_DIMENSIONS:
+        return f"{len(shape)} dimensions ({MAX_DIMENSIONS} is the most)"
+    # Also where one extent is 0: torch multiplies the others all the same.
+    if min(shape, default=0) < 0 or math.prod(extent or 1 for extent in shape) > MAX_ELEMENTS:
+        return f"an impossible shape (more than {MAX_ELEMENTS:,} elements, zeros taken as ones)"
+    return ""
 
 
 def allocate(slot: Slot) -> torch.Tensor:
@@ -419,6 +440,8 @@ def _read_buffer(number: int, left: dict[int, Slot], paths: dict[int, Path], pat
         return lambda tensors: _content(tensors[number]).decode("utf-8", "surrogatepass")
     if kind == BYTES:
         return lambda tensors: _content(tensors[number])
+    if kind == INT:
+        return lambda tensors: int.from_bytes(_content(tensors[number]), "little", signed=True)
     paths[number] = path
     return operator.itemgetter(number)
 
@@ -427,7 +450,7 @@ def _read_permuted(order: list[Any], number: int, left: dict[int, Slot]) -> Buil
     """A tensor whose dimensions are in another order than its memory."""
     slot = _take(number, left)
     plain = all(type(each) is int for each in order)
-    if slot.kind in (TEXT, BYTES) or not plain or sorted(order) != list(range(len(slot.shape))):
+    if slot.kind in PLAIN or not plain or sorted(order) != list(range(len(slot.shape))):
         raise WireError(f"buffer {number}: its dimensions cannot be put into that order")
     return lambda tensors: tensors[number].permute(order)
 
@@ -447,9 +470,9 @@ def _read_key(key: Any) -> Any:
             return content
         case ["s", bytes(content)]:
             return content.decode("utf-8", "surrogatepass")
-        case ["i", str(digits)] if len(digits) <= 2 * INLINE_BYTES:
+        case ["i", str(digits)] if len(digits) <= 2 * INLINE_BYTES + len("-0x"):
             return int(digits, 16)
-    raise WireError("the plan has a dict key that no message has")
+    raise WireError("the plan has a dict key, or a number, that no message has")
 
 
 def _content(tensor: torch.Tensor) -> bytes:

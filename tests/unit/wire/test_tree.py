@@ -96,6 +96,14 @@ def test_gradients_conjugates_and_views_are_sent_as_their_values() -> None:
     assert there_and_back(z.conj().imag).tolist() == [-2, 4]
 
 
+@pytest.mark.parametrize("bits", [62, 63, 64, 65, 8190, 8191, 8192, 20_000])
+def test_integers_of_any_size(bits: int) -> None:
+    for value in (1 << bits, (1 << bits) - 1, -(1 << bits), -(1 << bits) - 1):
+        assert there_and_back([value]) == [value]
+    if bits < 8191:
+        assert there_and_back({-(1 << bits): 1}) == {-(1 << bits): 1}
+
+
 def nested() -> torch.Tensor:
     with warnings.catch_warnings(action="ignore"):  # that this may change
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -104,13 +112,19 @@ def nested() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tree", "where"),
     [
-        ({"a": [1, object()]}, "message['a'][1]: a object cannot be sent"),
+        ({"a": [1, object()]}, "message['a'][1]: object cannot be sent"),
+        ([numpy.int64(1)], "message[0]: numpy.int64 cannot be sent"),
+        ({1 << 9000: 1}, "message: a dict key"),
+        ({"e": torch.empty(0, 2**50)}, "message['e']: a tensor of an impossible shape"),
+        ([torch.empty(2**40, 0, 2**20)], "message[0]: a tensor of an impossible shape"),
+        ([torch.ones(65 * [1])], "message[0]: a tensor of 65 dimensions"),
+        ([torch.ones(65 * [1], dtype=torch.bfloat16)], "message[0]: a tensor of 65 dimensions"),
         ({"a": {("x",): 1}}, "message['a']: a dict key"),
         ([torch.eye(2).to_sparse()], "message[0]: a sparse_coo tensor cannot be sent"),
         ([nested()], "message[0]: a nested tensor cannot be sent"),
         ([torch.empty(2, dtype=torch.int4)], "message[0]: a tensor of torch.int4 cannot be sent"),
         ({"m": torch.empty(2, device="meta")}, "message['m']: a tensor on the meta device"),
-        ({1, 2}, "message: a set cannot be sent"),
+        ({1, 2}, "message: set cannot be sent"),
     ],
 )
 def test_what_cannot_be_sent_is_named_with_its_place(tree: Any, where: str) -> None:
