@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         MeetingError,
         ModelError,
         PeerLost,
+        PeerSilent,
         RunFailed,
         SettingsError,
         ShoalError,
@@ -51,6 +52,7 @@ _HOMES = {
     "SyncError": "shoal.errors",
     "WireError": "shoal.errors",
     "PeerLost": "shoal.errors",
+    "PeerSilent": "shoal.errors",
     "RunFailed": "shoal.errors",
     "WorkerError": "shoal.errors",
 }
@@ -65,6 +67,7 @@ __all__ = [
     "MeetingError",
     "ModelError",
     "PeerLost",
+    "PeerSilent",
     "RunFailed",
     "SettingsError",
     "ShoalError",

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shoal import network
-from shoal.errors import MeetingError, PeerLost, ShoalError
+from shoal.errors import MeetingError, PeerLost, ShoalError, reason_of
 from shoal.interrupts import prompt_interrupts
 from shoal.layout import Share
 from shoal.rendezvous.roll import Fingerprint, Hello, call_roll, make_hello
@@ -264,9 +264,8 @@ class Crew:
     def _say_goodbye(self, error: BaseException) -> None:
         if self._store is None:
             return
-        why = type(error).__name__ + (f": {error}" if str(error) else "")
         try:
-            self._store.set(f"left/{self.rank}", why[:2000])
+            self._store.set(f"left/{self.rank}", reason_of(error)[:2000])
         except dist.DistError:
             return  # the leader is gone already; there is nobody to tell
         if self.rank != 0:

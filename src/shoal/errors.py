@@ -10,6 +10,7 @@ ShoalError
  ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
  ├── WireError         a message cannot be sent, or what came is not a message
  ├── PeerLost          another rank died, froze or left
+ │    └── PeerSilent   ... and will never answer: killed, frozen or cut off
  ├── WorkerError       something went wrong on a worker, which is still there
  └── RunFailed         a rank that we started ended badly
 """
@@ -88,6 +89,10 @@ class PeerLost(ShoalError):
     """Another rank died, froze or left. A consequence, never the cause of a failed run."""
 
 
+class PeerSilent(PeerLost):
+    """Killed, frozen or cut off: it will never answer, and to wait for it is in vain."""
+
+
 class WorkerError(ShoalError):
     """Something went wrong on a worker, which is still there and can be used."""
 
@@ -103,3 +108,11 @@ class WorkerError(ShoalError):
 
 class RunFailed(ShoalError):
     """A rank that we started ended badly."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a block was left, for those who wait for whoever left it."""
+    if isinstance(error, SystemExit) and not error.code:
+        return "sys.exit()"
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name

@@ -226,7 +226,12 @@ class JoinedCrew(Crew):
         return pipe
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave together; or, after an error, alone and at once, telling the others why."""
+        """Leave together; or, after an error, alone and at once, telling the others why.
+
+        Alone also where a rank was lost and the script went on without it.
+        """
+        if error is None:
+            error = next((link.silence for link in self._links if link.silence), None)
         if error is not None:
             for link in self._links:
                 link.close_after(error)

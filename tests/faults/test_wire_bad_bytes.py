@@ -34,6 +34,8 @@ LIMIT_BYTES = 2**24
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 """Of ZMTP 3.1: whoever says this speaks zmq."""
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+LARGE_PART = bytes(2**20)
 
 MEDIUM = torch.arange(10_000)  # goes whole, with its front
 LARGE = torch.arange((WHOLE_BYTES + PIECE_BYTES) // 8)  # five pieces
@@ -79,6 +81,11 @@ def party(stack: ExitStack) -> Party:
 def caller(link: ZmqLink) -> socket.socket:
     host, _, port = link.card.endpoint.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=SOON_S)
+
+
+def send_often(connection: socket.socket, content: bytes) -> None:
+    for _ in range(2000):
+        connection.sendall(content)
 
 
 def is_hung_up_on(connection: socket.socket) -> None:
@@ -154,6 +161,31 @@ def test_many_bad_callers_at_once(party: Party, log: Log) -> None:
     reasons = {line.rpartition(": ")[2] for line in log.lines}
     assert len(reasons) == len(log.lines) <= 2, log.lines
     assert 1 <= len(log.lines) <= 4, log.lines  # where known with the address, else without
+
+
+def test_a_message_of_endless_parts_is_cut_off(party: Party, log: Log) -> None:
+    """ZeroMQ keeps all parts until the last has come, and limits only the size of each."""
+    part = b"\x03" + len(LARGE_PART).to_bytes(8, "big") + LARGE_PART  # long, and more to come
+    with caller(party.links[0]) as connection:
+        connection.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+        answer = b""
+        while b"READY" not in answer:
+            answer += connection.recv(1000)
+        with pytest.raises(OSError):
+            send_often(connection, part)
+    log.one("rank 0 refused a caller from 127.0.0.1:", "more than 64 MiB")
+    party.chat.goes_on()
+    party.rank_2_is_well()
+    assert len(log.lines) == 1
+
+
+def test_many_strangers_of_one_host_cost_one_line(party: Party, log: Log) -> None:
+    for number in range(20):
+        with party.raw.call(party.links[0].card, identity=b"nobody %d" % number) as stranger:
+            stranger.hello()
+            party.chat.goes_on()
+    log.one("rank 0 ignores a stranger at 127.0.0.1:", "no rank of this crew")
+    party.rank_2_is_well()
 
 
 @pytest.mark.parametrize("identity", [b"nobody", b"2:", b"9:token", b"\xff" * 255])

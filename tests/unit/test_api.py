@@ -21,6 +21,7 @@ NAMES = [
     "MeetingError",
     "ModelError",
     "PeerLost",
+    "PeerSilent",
     "RunFailed",
     "SettingsError",
     "ShoalError",
@@ -55,7 +56,7 @@ def test_every_error_is_exported_and_has_one_root() -> None:
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, Exception)
     }
-    assert ours == {name for name in NAMES if name.endswith(("Error", "Lost", "Failed"))}
+    assert ours == {name for name in NAMES if name.endswith(("Error", "Lost", "Silent", "Failed"))}
     for name in ours:
         assert issubclass(getattr(shoal, name), shoal.ShoalError)
         assert name in (errors.__doc__ or ""), "the tree at the top of the module shows it"

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.errors import PeerLost, WireError
+from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
@@ -349,12 +349,13 @@ class DistLink(Link):
                 continue
             if time.monotonic() > peer.heard_at + self._hung_s:
                 silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
-                self._part(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {silent}"))
+                self._part(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {silent}"))
 
     def _lose(self, peer: _Peer, error: RuntimeError) -> PeerLost:
         """Its connection broke."""
         reason = str(error).partition("] ")[2].partition(" [")[0] or str(error)
-        lost = PeerLost(f"rank {self.rank} lost {peer.name}: {reason}. It was killed or is cut off")
+        cause = f"{reason}. It was killed or is cut off"
+        lost = PeerSilent(f"rank {self.rank} lost {peer.name}: {cause}")
         self._part(peer, lost)
         return copy.copy(peer.lost or lost)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import ShoalError, WireError
+from shoal.errors import PeerSilent, ShoalError, WireError
 from shoal.wire.front import Front
 from shoal.wire.terms import seconds
 from shoal.wire.tree import (
@@ -248,6 +248,13 @@ class Inbox:
     def lost(self, peer: int) -> ShoalError:
         """Why nothing more will come from `peer`. To be raised."""
         return copy.copy(self._lost[peer])
+
+    @property
+    def silence(self) -> PeerSilent | None:
+        """Of a peer that will never answer again, if there is one."""
+        with self._lock:
+            silent = [error for error in self._lost.values() if isinstance(error, PeerSilent)]
+        return silent[0] if silent else None
 
     def discard(self, beginnings: tuple[str, ...]) -> None:
         """Nobody wants what has come, or will still wait for what comes, with such a tag."""

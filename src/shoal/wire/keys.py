@@ -152,6 +152,8 @@ def _check_secrecy(path: Path, status: os.stat_result) -> None:
 
 
 def _taken(path: Path, name: str) -> str:
+    if path.is_dir():
+        return f"{path} exists already, and is a folder. Name a file: {path / 'key'}, for one."
     try:
         line = f"{read_pair(path).public} {name}"
     except KeyFileError as error:

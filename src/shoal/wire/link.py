@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shoal.closing import Closing
-from shoal.errors import PeerLost
+from shoal.errors import PeerLost, PeerSilent, reason_of
 from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.terms import check_places, check_seconds, check_way
 from shoal.wire.tree import Tree
@@ -102,6 +102,11 @@ class Link(Closing):
         """What has come, and is waited for, with a tag that begins so: forget it."""
         self._inbox.discard(beginnings)
 
+    @property
+    def silence(self) -> PeerSilent | None:
+        """Of a rank that will never answer again, if there is one."""
+        return self._inbox.silence
+
     @abstractmethod
     def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
         """Like send, but at once. The tensors must not be changed until the job is done."""
@@ -116,9 +121,7 @@ class Link(Closing):
 
     def close_after(self, error: BaseException) -> None:
         """Leave at once, telling the others why."""
-        name = type(error).__name__
-        reason = f"{name}: {error}" if str(error) else name
-        self.close(HASTE_S, "" if isinstance(error, PeerLost) else reason)
+        self.close(HASTE_S, "" if isinstance(error, PeerLost) else reason_of(error))
 
 
 def has_left(name: str, reason: str) -> str:

@@ -148,10 +148,10 @@ def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
             if len(content) <= INLINE_BYTES:
                 return ["y", content]
             return _buffer(BYTES, [len(content)], as_tensor(bytearray(content)), parcel)
-    kind = type(value)
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    module, name = type(value).__module__, type(value).__name__
+    whole_name = name if module == "builtins" else f"{module}.{name}"
     raise WireError(
-        f"{_place(path)}: {name} cannot be sent. What can: dict, list, tuple, "
+        f"{_place(path)}: {whole_name} cannot be sent. What can: dict, list, tuple, "
         "None, bool, int, float, str, bytes and tensors."
     )
 

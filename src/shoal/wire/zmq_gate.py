@@ -2,7 +2,7 @@
 
 A thread of its own answers ZeroMQ's questions (ZAP: "this address comes with this key, let it
 in?") and reads its news (socket monitors), also while the rest of the process computes. It sleeps
-unless connections come or go.
+unless connections come or go, or someone is here who has not said who it is.
 
     no keys   loopback only (or any address where the user said so); ranks know each other by token
     keys      CURVE: the key must be authorized on this host, and be the key of a rank of this crew
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shoal.errors import KeyFileError
 from shoal.network import is_loopback
+from shoal.wire.connections import address_of, end_if_beyond
 from shoal.wire.keys import AuthorizedKeys, KeyPair
 
 HANDSHAKE_S = 5.0
@@ -34,6 +33,11 @@ END, LOOK = b"end", b"look"
 NO_RANK = "it said nothing that a rank says, or left before it had said who it is"
 AGAIN_S = 2.0
 """Whoever was refused and wants in has come again by then."""
+WATCH_S = 0.05
+MAX_NAMELESS_BYTES = 64 * 2**20
+"""By a connection that is not known to be a rank's. A rank may send before it is read, but no more
+than the short queues hold; ZeroMQ itself sets no limit to the parts of a message."""
+TALKS_TOO_MUCH = f"it sent more than {MAX_NAMELESS_BYTES >> 20} MiB and has not said who it is"
 MAX_TOLD = 1000
 """Different refusals that are logged, each once: whoever knocks for ever fills no disk."""
 
@@ -138,7 +142,7 @@ class Gate:
 
     def address_of(self, frame: zmq.Frame) -> str:
         """Where `frame` came from, for people to read."""
-        return _address_of(int(frame.get(zmq.SRCFD))) or "an address that is not known"
+        return address_of(int(frame.get(zmq.SRCFD))) or "an address that is not known"
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -156,7 +160,7 @@ class Gate:
         for each in (self._zap, self._news, self._stopped, *self._guests):
             poller.register(each, zmq.POLLIN)
         while True:
-            for ready, _ in poller.poll(int(1000 * AGAIN_S) if self._nameless else None):
+            for ready, _ in poller.poll(self._patience_ms()):
                 if ready is self._stopped:
                     if ready.recv() == END:
                         self._tell_of_nameless(math.inf)
@@ -170,6 +174,22 @@ class Gate:
                 else:
                     self._note_guest(self._guests[ready], _news(ready)[0])
             self._tell_of_nameless(time.monotonic())
+            self._end_talkers()
+
+    def _patience_ms(self) -> int | None:
+        if self._unknown():
+            return int(1000 * WATCH_S)
+        return int(1000 * AGAIN_S) if self._nameless else None
+
+    def _unknown(self) -> list[tuple[int, str]]:
+        """Connections that are not known to be those of ranks."""
+        return [each for each in self._callers.items() if self._known.get(each[0]) is None]
+
+    def _end_talkers(self) -> None:
+        for descriptor, address in self._unknown():
+            if end_if_beyond(MAX_NAMELESS_BYTES, descriptor, address):
+                self._known[descriptor] = None  # and is told of now, not when it has gone
+                self._tell(address, TALKS_TOO_MUCH)
 
     def _answer(self) -> None:
         """ZAP, RFC 27."""
@@ -199,7 +219,7 @@ class Gate:
     def _note_caller(self, event: int, value: int) -> None:
         """News of the listening socket: those who came and went without being let in."""
         if event == zmq.EVENT_ACCEPTED:
-            self._callers[value] = _address_of(value)
+            self._callers[value] = address_of(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._faults.append(("", "it does not speak as a rank does, or comes without a key"))
         elif event == zmq.EVENT_DISCONNECTED:
@@ -252,21 +272,3 @@ class Gate:
 def _news(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
     message = recv_monitor_message(monitor)
     return int(message["event"]), int(message["value"])
-
-
-def _address_of(descriptor: int) -> str:
-    """Who is at the other end of a connection that zmq has just accepted; "" if it left at once."""
-    try:
-        own = os.dup(descriptor)
-    except OSError:
-        return ""
-    try:
-        with socket.socket(fileno=own) as connection:
-            own = -1
-            host, port = connection.getpeername()[:2]
-    except (OSError, ValueError):  # or a socket of another family has its number by now
-        return ""
-    finally:
-        if own >= 0:  # it has become something that is no socket
-            os.close(own)
-    return f"{host}:{port}"

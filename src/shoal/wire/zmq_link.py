@@ -27,14 +27,14 @@ from typing import Any
 import numpy
 import zmq
 
-from shoal.errors import PeerLost, WireError
+from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.network import is_loopback
 from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_way, seconds
 from shoal.wire.tree import Tree
-from shoal.wire.zmq_gate import Gate, Guest, Keys
+from shoal.wire.zmq_gate import MAX_TOLD, Gate, Guest, Keys
 from shoal.wire.zmq_pieces import (
     LAST,
     Due,
@@ -143,7 +143,8 @@ class ZmqLink(Link):
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_pulse: dict[bytes, _Peer] = {}
-        self._strangers: set[bytes] = set()
+        self._strangers: set[tuple[str, str]] = set()
+        """Hosts, and why they were ignored."""
         self._pumping = threading.Lock()
         self._frame = _NO_FRAME
         """What was received last."""
@@ -254,7 +255,7 @@ class ZmqLink(Link):
                     return DONE
                 return _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
-                broken = PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}")
+                broken = PeerSilent(f"rank {self.rank} lost {peer.name}: {_DEAD}")
         # Its last words, with the reason why it left, may have come and not been received.
         if self._pump_until(lambda: peer.is_gone, 2 * LAST_WORDS_S):
             raise self._inbox.lost(to)
@@ -305,7 +306,7 @@ class ZmqLink(Link):
             if self._has_more:
                 raise WireError("more came than was announced")
         except WireError as error:
-            self._refuse(sender, peer, error)
+            self._refuse(peer, error)
         finally:
             while self._has_more:  # the rest of a message that was not understood
                 self._next()
@@ -423,17 +424,19 @@ class ZmqLink(Link):
             peer.passed_over += 1
             had_its_turn = is_quiet or peer.passed_over > 2 * self.size
             if had_its_turn and now > peer.silent_since + LAST_WORDS_S:
-                self._drop(peer, PeerLost(f"rank {self.rank} lost {peer.name}: {_DEAD}"))
+                self._drop(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {_DEAD}"))
 
-    def _refuse(self, sender: bytes, peer: _Peer | None, error: WireError) -> None:
+    def _refuse(self, peer: _Peer | None, error: WireError) -> None:
         if peer is not None:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             self._drop(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
             self._send_sign(peer, DROPPED, str(error))
-        elif sender not in self._strangers and len(self._strangers) < 1000:
-            self._strangers.add(sender)  # one line each, not one for each message
-            self._gate.greet(self._frame, None)  # nor one more when it goes
-            address = self._gate.address_of(self._frame)
+            return
+        self._gate.greet(self._frame, None)  # no line more when it goes
+        address = self._gate.address_of(self._frame)
+        key = address.rpartition(":")[0], str(error)
+        if key not in self._strangers and len(self._strangers) < MAX_TOLD:
+            self._strangers.add(key)  # one line each, not one for each message
             log.warning("rank %d ignores a stranger at %s: %s", self.rank, address, error)
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:
