@@ -10,11 +10,11 @@ from __future__ import annotations
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import RunFailed
+from shoal.errors import RunFailed, StorageError
 from shoal.launch.addresses import Site, meeting_address, with_interfaces
 from shoal.launch.agents import Agents
 from shoal.launch.copying import LIMIT_S, Copy, can_rsync, copy_all
@@ -72,8 +72,8 @@ def run_on_hosts(
     make_tasks: of each rank, when sites and ways are known.
     uses_interfaces: ranks are told which is theirs, so what hosts.toml says of them must be true.
     """
-    with stop_signals(), ExitStack() as stack:
-        agents = stack.enter_context(Agents(hosts))
+    # The logs are closed last: agents that leave have last words.
+    with stop_signals(), Logs(run_folder / "logs") as logs, Agents(hosts) as agents:
         watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
         sites = _prepare(agents, hosts, run_folder, project, sync)
         if uses_interfaces:
@@ -87,7 +87,7 @@ def run_on_hosts(
             starts.append(
                 Start(folder=site.folder, ranks=own, threads=threads, secrets=secret_files or {})
             )
-        logs = Logs(run_folder / "logs", [task.rank for task in tasks], stack)
+        logs.begin([task.rank for task in tasks])
         return _run(agents, starts, Results(sites, run_folder), logs, watcher)
 
 
@@ -98,7 +98,11 @@ def _run(
 
     def on_report(host: Host, report: Line | Said) -> None:
         if isinstance(report, Line):
-            logs.write(report.rank, report.data)
+            try:
+                logs.write(report.rank, report.data)
+            except StorageError:
+                if not is_ending:  # else there is more to be told of, or nothing any more
+                    raise
         if is_ending:  # the terminal may be gone, or held up: what is left to do needs none
             return
         if isinstance(report, Said):
@@ -116,6 +120,7 @@ def _run(
             for text in _rescue(agents, results):
                 watcher.tell(text)
         raise
+    is_ending = True
     if cause is None and faults:
         raise RunFailed("\n".join(faults))
     for text in faults:
