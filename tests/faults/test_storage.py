@@ -312,7 +312,7 @@ def faults_of(run: Running) -> list[str]:
     assert run.end() == 2, run.said
     assert run.out == ""
     head, *faults = run.err.splitlines()
-    assert head.startswith("shoal: this cannot be run")
+    assert head == "shoal: this cannot be run:"
     assert all(fault.startswith("- ") for fault in faults)
     return [fault.removeprefix("- ") for fault in faults]
 

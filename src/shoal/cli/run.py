@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.hosts_run import RESULTS_VARIABLE, name_of, run_script
-from shoal.cli.options import Hosts, NoSync
+from shoal.cli.options import Hosts, NoSync, no_sync_faults
 from shoal.errors import SettingsError
 from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import read_hosts
@@ -50,7 +50,7 @@ def run(
     shoal.join() in the script finds them, and so does torch.distributed with env://. What the
     script puts into the folder $SHOAL_RESULTS is kept in the run folder.
     """
-    faults = []
+    faults = no_sync_faults(no_sync, hosts)
     where = []
     if hosts is not None and workers is not None:
         faults.append("--workers cannot be used with --hosts, which says how many are started.")
