@@ -526,7 +526,7 @@ def test_code_for_which_there_is_no_room(lab: Lab, project: Path, small: Path, t
     assert f"shoal: desktop: copying {project} to it failed." in run.err
     if tool == "tar":  # rsync's last words are lost now and then
         assert "No space left on device" in run.err
-        assert "give another folder for desktop in hosts.toml" in run.err
+        assert 'give another folder: in hosts.toml, for desktop: folder = "PATH"' in run.err
     assert "Traceback" not in run.err
     nothing_is_left(lab)
     assert list(small.iterdir()) == []

@@ -157,6 +157,11 @@ class Agent:
         base = Path(order.folder).expanduser() if order.folder else cache_dir() / "runs"
         self._folder = (base / order.run).absolute()
         code, results = self._folder / "code", self._folder / "results"
+        if order.project is not None and not Path(order.project).is_dir():
+            return Refused(
+                reason=f"there is no folder {order.project}, which --no-sync takes for granted. "
+                "Leave --no-sync out (the code is copied then), or bring the folder there."
+            )
         try:
             base.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(base).free
@@ -164,7 +169,7 @@ class Agent:
                 return Refused(
                     reason=f"{free // 2**20} MiB are free on the disk of {base}, and a run needs "
                     f"{order.needed_bytes // 2**20}. Free some, or give one on another disk: "
-                    'folder = "PATH" in hosts.toml.'
+                    f"{order.advice}"
                 )
             self._folder.mkdir(mode=0o700)
             for each in (code, results):
@@ -172,7 +177,7 @@ class Agent:
         except OSError as error:
             return Refused(
                 reason=f"no folder for this run can be made in {base} ({error.strerror}). Give one "
-                'that this user may write: folder = "PATH" in hosts.toml.'
+                f"that this user may write: {order.advice}"
             )
         return Prepared(code=str(code), results=str(results))
 

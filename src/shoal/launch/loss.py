@@ -57,6 +57,11 @@ def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> 
         return Loss(name, what, said, remedy, part="python")
     if code == SSH_FAILED:
         return Loss(name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))
+    if "account is currently not available" in said or not said:  # nologin, false
+        what = f"its login shell ended at once (exit code {code})."
+        other = host.advise('ssh = "USER@ADDRESS"')
+        remedy = f"May this user log in there? Try: ssh {host.target} true\nOr be another: {other}"
+        return Loss(name, what, said, remedy)
     what = f"its agent ended at once (exit code {code})."
     return Loss(name, what, said, f"Install shoal anew: {host.install_command}", part="shoal")
 
@@ -64,15 +69,26 @@ def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> 
 def ssh_remedy(said: str, host: Host) -> str:
     if "Permission denied" in said:
         return f"Make your key known there: ssh-copy-id {host.target}"
+    if changed := re.search(r"Host key for (\S+) has changed", said):
+        return (
+            f"Its key is not the one that is known here. If you know why (it was set up anew), "
+            f"forget the old one: ssh-keygen -R '{changed[1]}'\nThen connect once by hand, and "
+            f"compare the new one: ssh {host.target}"
+        )
     if "Host key verification failed" in said:
         return f"Connect once by hand, and compare its key: ssh {host.target}"
     if "Could not resolve" in said:
         return (
-            f"The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
-            f'"ADDRESS" for {host.name} in a hosts.toml.'
+            "The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give another: "
+            + host.advise('ssh = "ADDRESS"')
         )
     if "Connection refused" in said:
         return "No ssh server runs there. Start it there: sudo systemctl enable --now ssh"
+    if "during banner exchange" in said:
+        return (
+            "The connection came about, and its ssh server said nothing: it hangs, or the host is "
+            "overloaded. Start it anew there: sudo systemctl restart ssh"
+        )
     if re.search(r"Connection to \S+ port \d+ timed out", said):  # not "connect to": it did
         return (
             "The connection came about, and then large packets were lost: a smaller MTU on the "

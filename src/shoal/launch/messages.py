@@ -19,6 +19,10 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """In here; None: in the cache."""
     needed_bytes: int
     """That must be free there."""
+    project: str | None = None
+    """A folder that must be there, for code that is not copied; None: none must."""
+    advice: str
+    """How another folder for runs is given."""
 
 
 class FindPort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -145,7 +145,13 @@ def _prepare(
     others = [host for host in hosts if not agents.is_here(host)]
     run = f"{run_folder.name}-{secrets.token_hex(4)}"
     orders = {  # with their names, since hosts may share the folder that runs are in
-        host.name: Prepare(run=f"{run}-{host.name}", folder=host.folder, needed_bytes=NEEDED_BYTES)
+        host.name: Prepare(
+            run=f"{run}-{host.name}",
+            folder=host.folder,
+            needed_bytes=NEEDED_BYTES,
+            project=None if sync else str(project),
+            advice=host.advise('folder = "PATH"'),
+        )
         for host in others
     }
     made = agents.ask_each(orders, Prepared)

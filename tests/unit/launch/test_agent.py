@@ -114,14 +114,14 @@ def ranks(code: str, count: int = 1, *arguments: str) -> Start:
 
 
 def prepare(agent: Pipe, folder: Path) -> Prepared:
-    agent.tell(Prepare(run="run", folder=str(folder), needed_bytes=0))
+    agent.tell(Prepare(run="run", folder=str(folder), needed_bytes=0, advice="advice"))
     made = agent.expect(Prepared)
     (Path(made.code) / "script.py").touch()
     return made
 
 
 def test_a_folder_is_made_where_it_was_asked_for(agent: Pipe, tmp_path: Path) -> None:
-    agent.tell(Prepare(run="my-run", folder=str(tmp_path / "new"), needed_bytes=1))
+    agent.tell(Prepare(run="my-run", folder=str(tmp_path / "new"), needed_bytes=1, advice="advice"))
     made = agent.expect(Prepared)
     own = tmp_path / "new/my-run"
     assert made == Prepared(code=str(own / "code"), results=str(own / "results"))
@@ -130,16 +130,28 @@ def test_a_folder_is_made_where_it_was_asked_for(agent: Pipe, tmp_path: Path) ->
 
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null"])
 def test_where_no_folder_can_be_made(agent: Pipe, folder: str) -> None:
-    agent.tell(Prepare(run="my-run", folder=folder, needed_bytes=1))
+    agent.tell(Prepare(run="my-run", folder=folder, needed_bytes=1, advice="advice"))
     reason = agent.expect(Refused).reason
     assert reason.startswith(f"no folder for this run can be made in {folder} (")
-    assert 'folder = "PATH" in hosts.toml' in reason
+    assert reason.endswith("this user may write: advice")
+
+
+def test_a_project_that_is_not_there(agent: Pipe, tmp_path: Path) -> None:
+    """Known before anything is made."""
+    prepare = Prepare(
+        run="run", folder=str(tmp_path / "new"), needed_bytes=1, project="/nix", advice=""
+    )
+    agent.tell(prepare)
+    reason = agent.expect(Refused).reason
+    assert "there is no folder /nix" in reason
+    assert "Leave --no-sync out" in reason
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_there_is_no_room(agent: Pipe, tmp_path: Path) -> None:
     """Of the folder that was asked for, wherever the cache is."""
     with disk(tmp_path / "small", 2**20) as small:
-        agent.tell(Prepare(run="my-run", folder=str(small), needed_bytes=100 * 2**20))
+        agent.tell(Prepare(run="my-run", folder=str(small), needed_bytes=100 * 2**20, advice="x"))
         reason = agent.expect(Refused).reason
         assert list(small.iterdir()) == []
     assert f"1 MiB are free on the disk of {small}, and a run needs 100" in reason
