@@ -342,6 +342,22 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(
         until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
 
 
+def test_after_an_agent_that_was_killed_another_tidies_up(lab: Lab, launch: Launch) -> None:
+    """As the kernel does where memory is short: ranks had children in sessions of their own."""
+    run = waiting(launch)
+    agents = [psutil.Process(pid) for pid in lab["desktop"].processes()]
+    (agent,) = [each for each in agents if words(each)[-1] == "shoal.launch.agent"]
+    agent.kill()
+    assert run.end() == 1, run.said
+    assert "shoal: desktop: its agent was killed" in run.err
+    assert "processes that its ranks had left there were ended" in run.err
+    nothing_is_left(lab)
+    (kept,) = folders_on(lab, "desktop", "server")
+    assert [path.name for path in kept.rglob("*")] == ["results", "of1.txt"]
+    assert f"stays there: desktop:{kept}/results" in run.err
+    shutil.rmtree(kept)
+
+
 def test_much_output_and_a_line_without_an_end(launch: Launch, project: Path) -> None:
     run = launch("run", "--hosts", "desktop", "flood.py")
     assert run.end() == 0, run.err

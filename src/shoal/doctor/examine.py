@@ -132,7 +132,7 @@ class _Examination:
     def _meeting(self) -> str:
         """Where the others find the leader."""
         sites = [
-            Site(host, self._hellos[host.name], self._agents.is_here(host), "", "")
+            Site(host, self._hellos[host.name], self._agents.is_here(host), "", "", "")
             for host in self._able()
         ]
         return meeting_address(sites[0], sites)

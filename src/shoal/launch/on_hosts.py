@@ -33,6 +33,7 @@ from shoal.launch.messages import (
 from shoal.launch.outcome import RankEnd
 from shoal.launch.output import shown
 from shoal.launch.results import Logs, Results
+from shoal.launch.sweeping import sweep
 from shoal.rendezvous.ways import Way
 
 NEEDED_BYTES = 100 * 2**20
@@ -85,14 +86,22 @@ def run_on_hosts(
         for site in sites:
             own = [task for task in tasks if _host_of(hosts, task.rank) is site.host]
             starts.append(
-                Start(folder=site.folder, ranks=own, threads=threads, secrets=secret_files or {})
-            )
+                Start(
+                    folder=site.folder, ranks=own, threads=threads, run=site.run,
+                    secrets=secret_files or {},
+                )
+            )  # fmt: skip
         logs.begin([task.rank for task in tasks])
-        return _run(agents, starts, Results(sites, run_folder), logs, watcher)
+        return _run(agents, sites, starts, Results(sites, run_folder), logs, watcher)
 
 
 def _run(
-    agents: Agents, starts: Sequence[Start], results: Results, logs: Logs, watcher: Watcher
+    agents: Agents,
+    sites: Sequence[Site],
+    starts: Sequence[Start],
+    results: Results,
+    logs: Logs,
+    watcher: Watcher,
 ) -> RankEnd | None:
     is_ending = False
 
@@ -112,12 +121,12 @@ def _run(
 
     try:
         cause = agents.run(starts, on_report)
-        faults = results.fetch(agents, LIMIT_S)
+        faults = sweep(sites, agents.lost) + results.fetch(agents, LIMIT_S)
     except BaseException:
         is_ending = True
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which may follow an error of the terminal
         with suppress(OSError):
-            for text in _rescue(agents, results):
+            for text in _rescue(agents, sites, results):
                 watcher.tell(text)
         raise
     is_ending = True
@@ -128,12 +137,12 @@ def _run(
     return cause
 
 
-def _rescue(agents: Agents, results: Results) -> list[str]:
+def _rescue(agents: Agents, sites: Sequence[Site], results: Results) -> list[str]:
     """After an error, or after Ctrl-C; a second one ends it at once. What is to be told of it."""
     try:
         with stop_signals((signal.SIGINT, signal.SIGTERM)):
             agents.stop()
-            return results.fetch(agents, RESCUE_S)
+            return sweep(sites, agents.lost) + results.fetch(agents, RESCUE_S)
     except Interrupted:
         return [f"what ranks left, if anything, stays there: {results.places}"]
 
@@ -144,9 +153,11 @@ def _prepare(
     hellos = agents.hellos()
     others = [host for host in hosts if not agents.is_here(host)]
     run = f"{run_folder.name}-{secrets.token_hex(4)}"
-    orders = {  # with their names, since hosts may share the folder that runs are in
+    # With their names, since hosts may share the folder that runs are in.
+    runs = {host.name: f"{run}-{host.name}" for host in hosts}
+    orders = {
         host.name: Prepare(
-            run=f"{run}-{host.name}",
+            run=runs[host.name],
             folder=host.folder,
             needed_bytes=NEEDED_BYTES,
             project=None if sync else str(project),
@@ -159,14 +170,15 @@ def _prepare(
     for host in hosts:
         hello = hellos[host.name]
         if host not in others:
-            sites.append(Site(host, hello, True, str(project), str(run_folder.absolute())))
+            results = str(run_folder.absolute())
+            sites.append(Site(host, hello, True, str(project), results, runs[host.name]))
             continue
         folders = made[host.name]
         by_rsync = hello.has_rsync and can_rsync()
         if sync:
             copies.append(Copy(host, project, folders.code, by_rsync, out=run_folder.parent))
         place = folders.code if sync else str(project)
-        sites.append(Site(host, hello, False, place, folders.results))
+        sites.append(Site(host, hello, False, place, folders.results, runs[host.name]))
     copy_all(copies)
     return sites
 

@@ -29,6 +29,8 @@ from shoal.launch.messages import (
     Report,
     Start,
     Stop,
+    Sweep,
+    Swept,
     encode,
     read_report,
 )
@@ -101,16 +103,24 @@ def agent() -> Iterator[Pipe]:
 
 
 @pytest.fixture
+def other() -> Iterator[Pipe]:
+    with closing(Pipe(ENOUGH_S)) as made:
+        yield made
+        made.hang_up()
+        made.end()
+
+
+@pytest.fixture
 def impatient() -> Iterator[Pipe]:
     """One that does not wait as long for a word."""
     with closing(Pipe(1.0)) as made:
         yield made
 
 
-def ranks(code: str, count: int = 1, *arguments: str) -> Start:
+def ranks(code: str, count: int = 1, *arguments: str, run: str = "") -> Start:
     words = ["-c", code, *arguments]
     tasks = [RankTask(rank=n, arguments=words, environment={"RANK": str(n)}) for n in range(count)]
-    return Start(folder="/", ranks=tasks, threads=1)
+    return Start(folder="/", ranks=tasks, threads=1, run=run)
 
 
 def prepare(agent: Pipe, folder: Path) -> Prepared:
@@ -195,6 +205,30 @@ def test_what_ranks_leave_running_is_ended_too(agent: Pipe) -> None:
     agent.tell(ranks(CHILD + "; print('up')"), Ping())
     agent.expect(Done)
     assert agent.family() == []
+
+
+def test_after_one_that_was_killed_another_tidies_up(
+    agent: Pipe, other: Pipe, tmp_path: Path
+) -> None:
+    """Of that run, and of no other."""
+    made = prepare(agent, tmp_path)
+    (Path(made.results) / "weights").touch()
+    families = []
+    for each, run in ((agent, "run"), (other, "other")):
+        each.tell(ranks(f"{CHILD}; {WAIT}", run=run))
+        each.expect(Line)
+        families.append(each.family())
+    killed, others = families
+    agent.process.kill()
+    agent.end()
+    with closing(Pipe(ENOUGH_S)) as heir:
+        heir.tell(Sweep(run="run", folder=str(tmp_path)))
+        assert heir.expect(Swept).ended >= 1
+        assert all_gone(killed)
+        assert not any(all_gone([process]) for process in others)
+        heir.hang_up()
+        heir.end()
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "results", "weights"]
 
 
 def test_an_agent_that_still_starts_ranks_hears_that_it_is_alone(agent: Pipe) -> None:
