@@ -380,6 +380,7 @@ def test_hosts_that_cannot_be_used_are_told_of(lab: Lab, launch: Launch, project
         assert run.end() == 1, run.said
         assert "Traceback" not in run.err
         assert run.out == ""
+        assert not (project / "runs").exists()
         return run.err
 
     desktop.stop_sshd()

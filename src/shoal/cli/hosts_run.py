@@ -17,6 +17,7 @@ from shoal.launch.local import EVENTS_FD, Interrupted
 from shoal.launch.messages import RankTask
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe, end_in
+from shoal.launch.output import under
 from shoal.rendezvous.ways import Way, variables_of
 from shoal.report import events
 from shoal.report.run_folder import folder_while_needed, note_folder
@@ -50,7 +51,7 @@ def run_script(
         return tasks
 
     def show(host: Host, rank: int, stream: str, text: str) -> None:
-        print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
+        print(under(f"[{host.name} {rank}] ", text), file=getattr(sys, stream), flush=True)
 
     watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
     try:

@@ -17,6 +17,7 @@ from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe
+from shoal.launch.output import under
 from shoal.rendezvous.ways import Way
 from shoal.report.run_folder import folder_while_needed
 from shoal.report.waiting import waiting_line
@@ -63,7 +64,7 @@ def workers_on_hosts(
             ]
 
         def show(host: Host, rank: int, stream: str, text: str) -> None:
-            print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
+            print(under(f"[{host.name} {rank}] ", text), file=getattr(sys, stream), flush=True)
 
         watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
         try:

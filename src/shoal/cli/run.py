@@ -15,7 +15,7 @@ from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import describe
-from shoal.launch.output import text_of
+from shoal.launch.output import text_of, under
 from shoal.launch.scripts import as_copied
 from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, inherited_environment, variables_of
@@ -107,7 +107,7 @@ def _run_here(
 
     def show(rank: int, stream: Stream, line: bytes) -> None:
         prefix = f"[{rank}] " if workers > 1 else ""
-        print(f"{prefix}{text_of(line)}", file=getattr(sys, stream), flush=True)
+        print(under(prefix, text_of(line)), file=getattr(sys, stream), flush=True)
 
     try:
         cause = run_ranks(commands, Listener(on_line=show))
