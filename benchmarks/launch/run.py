@@ -63,7 +63,7 @@ def race(ways: dict[str, Launch], rounds: int, folder: Path) -> dict[str, list[f
 
 
 def show(title: str, found: dict[str, list[float]], rival: str) -> None:
-    print(f"\n### {title}\n\n| | seconds to the first step | × torchrun, median (quartiles) |")
+    print(f"\n## {title}\n\n| | seconds to the first step | × torchrun, median (quartiles) |")
     print("|---|---|---|")
     for name, times in found.items():
         ratios = [own / its for own, its in zip(times, found[rival], strict=True)]
@@ -85,6 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds: at least 2, since quartiles are shown")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "project").mkdir()

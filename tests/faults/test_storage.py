@@ -268,9 +268,28 @@ def test_a_disk_that_the_weights_do_not_fit_on(start_warm, tmp_path: Path) -> No
         assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "settings.json"]
 
 
-def test_a_disk_that_may_only_be_read_is_found_before_the_start(start, tmp_path: Path) -> None:
+def test_a_disk_that_the_logs_do_not_fit_on(start, tmp_path: Path) -> None:
+    """More is said when that is known: by the rank, while it is ended."""
+    script = tmp_path / "flood.py"
+    script.write_text("for number in range(100_000): print('line', number)")
+    with disk(tmp_path / "disk", 16 * PAGE) as out:
+        words = ("--hosts", "localhost", "--no-sync", "--out", str(out))
+        run = start(*SHOAL, "run", *words, str(script))
+        assert run.end() == 1
+        (folder,) = out.iterdir()
+        assert_one_paragraph(run)
+        assert f"No space left to write {folder / 'logs/rank0.log'}" in run.err
+        log = (folder / "logs/rank0.log").read_text()
+    assert log == "".join(f"line {number}\n" for number in range(100_000))[: len(log)]
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+def test_a_disk_that_may_only_be_read_is_found_before_the_start(
+    start, tmp_path: Path, command: str
+) -> None:
     with disk(tmp_path / "disk", 4 * PAGE, "ro") as out:
-        run = start(*train("--out", str(out), "--workers", "2"))
+        words = [] if command == "train" else [__file__]
+        run = start(*SHOAL, command, "--out", str(out), "--workers", "2", *words)
         assert run.end() == 2
         assert_one_paragraph(run)
         assert f"--out {out}" in run.err
@@ -293,7 +312,7 @@ def faults_of(run: Running) -> list[str]:
     assert run.end() == 2, run.said
     assert run.out == ""
     head, *faults = run.err.splitlines()
-    assert head.startswith("shoal: this cannot be run")
+    assert head == "shoal: this cannot be run:"
     assert all(fault.startswith("- ") for fault in faults)
     return [fault.removeprefix("- ") for fault in faults]
 
@@ -397,6 +416,22 @@ def test_a_script_gets_its_arguments_and_its_place(start, tmp_path: Path, as_mod
             "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "3",
         }  # fmt: skip
     assert len(ports) == 1
+
+
+def test_what_a_script_keeps_is_in_the_run_folder(start, tmp_path: Path) -> None:
+    """As with --hosts; and where nothing is kept there is none."""
+    script = tmp_path / "keep.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "for name in sys.argv[1:]: (pathlib.Path(os.environ['SHOAL_RESULTS']) / name).touch()"
+    )
+    words = (*SHOAL, "run", "--workers", "1", "--out", str(tmp_path / "runs"), str(script))
+    run = start(*words)
+    assert run.end() == 0, run.said
+    assert not (tmp_path / "runs").exists()
+    run = start(*words, "weights")
+    assert run.end() == 0, run.said
+    assert [path.name for path in tmp_path.glob("runs/*-keep/*")] == ["weights"]
 
 
 def test_an_option_that_does_not_exist_is_not_taken_for_the_scripts(start, tmp_path: Path) -> None:

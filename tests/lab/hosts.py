@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from processes import until
 
 _numbers = itertools.count()
@@ -86,7 +85,8 @@ def until_up(host: Host) -> None:
 
 def unique_name() -> str:
     """What the names of namespaces begin with: they tell whose they are."""
-    return f"shoal-{os.getpid()}-{next(_numbers)}"
+    _, begun = _state(os.getpid())
+    return f"shoal-{os.getpid()}-{begun}-{next(_numbers)}"
 
 
 @contextmanager
@@ -102,12 +102,27 @@ def namespace(name: str) -> Iterator[None]:
 def remove_leftovers() -> None:
     """End and remove what test processes left here that were killed themselves."""
     for name in namespaces():
-        owner = re.match(r"shoal-(\d+)-", name)
-        if owner is None or psutil.pid_exists(int(owner[1])):
+        owner = re.match(r"shoal-(\d+)-(\d+)-", name)
+        if owner is None or _is_alive(int(owner[1]), owner[2]):
             continue
         with suppress(RuntimeError):  # another test process may be at it too
             kill_processes(name)
             _ip("netns", "delete", name)
+
+
+def _is_alive(pid: int, begun: str) -> bool:
+    """A zombie is not, nor is whoever has got the same id since."""
+    try:
+        state, its = _state(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX" and its == begun
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """Of a process, in a letter; and when it began, in the kernel's ticks."""
+    _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return fields.split()[0], fields.split()[19]
 
 
 def namespaces() -> list[str]:

@@ -8,7 +8,6 @@ server 10.77.0.3 ──┘
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import Host, _ip, why_not
+from hosts import Host, _ip, unique_name, why_not
 from processes import SHOAL, Running, until
 from test_wire_hosts import authorize, keygen
 
@@ -102,7 +101,7 @@ Begin = Callable[..., Running]
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
     """Gone again afterwards, whatever happens."""
-    unique = f"shoal-{os.getpid()}-three"
+    unique = unique_name()
     found = [Host(f"{unique}-{n}", name, f"10.77.0.{n}") for n, name in enumerate(NAMES, start=1)]
     switch = f"{unique}-switch"
     with ExitStack() as stack:

@@ -342,6 +342,22 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(
         until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
 
 
+def test_after_an_agent_that_was_killed_another_tidies_up(lab: Lab, launch: Launch) -> None:
+    """As the kernel does where memory is short: ranks had children in sessions of their own."""
+    run = waiting(launch)
+    agents = [psutil.Process(pid) for pid in lab["desktop"].processes()]
+    (agent,) = [each for each in agents if words(each)[-1] == "shoal.launch.agent"]
+    agent.kill()
+    assert run.end() == 1, run.said
+    assert "shoal: desktop: its agent was killed" in run.err
+    assert "processes that its ranks had left there were ended" in run.err
+    nothing_is_left(lab)
+    (kept,) = folders_on(lab, "desktop", "server")
+    assert [path.name for path in kept.rglob("*")] == ["results", "of1.txt"]
+    assert f"stays there: desktop:{kept}/results" in run.err
+    shutil.rmtree(kept)
+
+
 def test_much_output_and_a_line_without_an_end(launch: Launch, project: Path) -> None:
     run = launch("run", "--hosts", "desktop", "flood.py")
     assert run.end() == 0, run.err
@@ -364,6 +380,7 @@ def test_hosts_that_cannot_be_used_are_told_of(lab: Lab, launch: Launch, project
         assert run.end() == 1, run.said
         assert "Traceback" not in run.err
         assert run.out == ""
+        assert not (project / "runs").exists()
         return run.err
 
     desktop.stop_sshd()
@@ -526,7 +543,7 @@ def test_code_for_which_there_is_no_room(lab: Lab, project: Path, small: Path, t
     assert f"shoal: desktop: copying {project} to it failed." in run.err
     if tool == "tar":  # rsync's last words are lost now and then
         assert "No space left on device" in run.err
-        assert "give another folder for desktop in hosts.toml" in run.err
+        assert 'give another folder: in hosts.toml, for desktop: folder = "PATH"' in run.err
     assert "Traceback" not in run.err
     nothing_is_left(lab)
     assert list(small.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -296,10 +295,22 @@ with ssh_lab(Path({str(tmp_path)!r}), ("laptop", "desktop")) as lab:
     assert len(left) == 3
     hosts.remove_leftovers()  # whose owner is alive they stay
     assert ours(killed.process.pid) == left
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.end()
+    owner = psutil.Process(killed.process.pid)
+    owner.kill()
+    until(lambda: owner.status() == psutil.STATUS_ZOMBIE, "nobody has taken note of its end")
     running = [psutil.Process(pid) for name in left for pid in hosts.processes(name)]
     assert len(running) == 2
     hosts.remove_leftovers()
     assert ours(killed.process.pid) == []
     assert all_gone(running)
+    killed.end()
+
+
+def test_what_belongs_to_the_earlier_owner_of_an_id_is_removed() -> None:
+    own, earlier = hosts.unique_name(), f"shoal-{os.getpid()}-1-0"
+    with hosts.namespace(own):
+        subprocess.run(["ip", "netns", "add", earlier], check=True, timeout=20)
+        hosts.remove_leftovers()
+        left = ours(os.getpid())
+    assert own in left
+    assert earlier not in left

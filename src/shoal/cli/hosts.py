@@ -13,6 +13,7 @@ from shoal.launch.agents import Agents
 from shoal.launch.hosts import Host, read_hosts
 from shoal.launch.installing import install as install_on
 from shoal.launch.messages import Here
+from shoal.report.run_folder import storage_errors
 from shoal.settings import unknown
 
 hosts_app = typer.Typer(
@@ -35,15 +36,25 @@ def init(
 
     shoal hosts init laptop desktop
     """
+    faults = []
     if out.exists() and not force:
-        raise SettingsError([f"{out} is there already. Say --force to write over it, or --out."])
-    hosts = read_hosts(",".join(names))
+        faults.append(f"{out} is there already. Say --force to write over it, or --out.")
+    if not out.parent.is_dir():
+        faults.append(f"--out {out}: there is no folder {out.parent}.")
+    hosts: list[Host] = []
+    try:
+        hosts = read_hosts(",".join(names))
+    except SettingsError as error:
+        faults += error.faults
+    if faults:
+        raise SettingsError(faults)
     with Agents(hosts, keep_going=True) as agents:
         hellos = agents.arrivals()
         lost = [loss.text for loss in agents.lost.values()]
     if lost:
         raise RunFailed("\n".join([*lost, f"{out} was not written."]))
-    out.write_text("\n".join(_table(host, hellos[host.name]) for host in hosts))
+    with storage_errors(out):
+        out.write_text("\n".join(_table(host, hellos[host.name]) for host in hosts))
     typer.echo(f"{out}: {', '.join(host.name for host in hosts)}. The first one leads.")
 
 

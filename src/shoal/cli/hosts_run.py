@@ -17,9 +17,10 @@ from shoal.launch.local import EVENTS_FD, Interrupted
 from shoal.launch.messages import RankTask
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe, end_in
+from shoal.launch.output import under
 from shoal.rendezvous.ways import Way, variables_of
 from shoal.report import events
-from shoal.report.run_folder import make_folder, note_folder
+from shoal.report.run_folder import folder_while_needed, note_folder
 from shoal.report.terminal import Terminal
 from shoal.report.waiting import waiting_line
 from shoal.settings import TrainSettings
@@ -39,8 +40,6 @@ def run_script(
     sync: bool,
 ) -> None:
     """A script on every slot of the hosts."""
-    name = command[0].rpartition("/")[2].removesuffix(".py")
-    folder = make_folder(out, name)
 
     def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
         arguments = [*(["-m"] if module else []), *command]
@@ -52,19 +51,25 @@ def run_script(
         return tasks
 
     def show(host: Host, rank: int, stream: str, text: str) -> None:
-        print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
+        print(under(f"[{host.name} {rank}] ", text), file=getattr(sys, stream), flush=True)
 
     watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
     try:
-        cause = run_on_hosts(
-            hosts, folder, make_tasks, watcher,
-            project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
-        )  # fmt: skip
+        with folder_while_needed(out, name_of(command)) as folder:
+            cause = run_on_hosts(
+                hosts, folder, make_tasks, watcher,
+                project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
+            )  # fmt: skip
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
     if cause is not None:
         print(f"shoal: {describe(cause)}", file=sys.stderr)
         raise typer.Exit(cause.exit_code)
+
+
+def name_of(command: list[str]) -> str:
+    """Of a run, by its script or module."""
+    return command[0].rpartition("/")[2].removesuffix(".py")
 
 
 def train_on_hosts(
@@ -76,7 +81,7 @@ def train_on_hosts(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         else:
             name = settings.name or settings.model.rpartition(":")[2]
-            folder = make_folder(settings.out, name)
+            folder = stack.enter_context(folder_while_needed(settings.out, name))
         return _train(hosts, settings, terminal, folder, sync)
 
 

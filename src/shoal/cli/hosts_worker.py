@@ -17,8 +17,9 @@ from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe
+from shoal.launch.output import under
 from shoal.rendezvous.ways import Way
-from shoal.report.run_folder import make_folder
+from shoal.report.run_folder import folder_while_needed
 from shoal.report.waiting import waiting_line
 from shoal.wire.keys import (
     authorized_meanwhile,
@@ -48,8 +49,10 @@ def workers_on_hosts(
     """
     if not boss.rpartition(":")[2].isdecimal():
         raise SettingsError([f"--boss {boss}: expected HOST:PORT; or :PORT, for a boss here."])
-    folder = make_folder(out, "workers")
-    with _keys(insecure) as (secret_files, words):
+    with (
+        folder_while_needed(out, "workers") as folder,
+        _keys(insecure) as (secret_files, words),
+    ):
 
         def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
             where = f"{_this_host(sites)}{boss}" if boss.startswith(":") else boss
@@ -61,7 +64,7 @@ def workers_on_hosts(
             ]
 
         def show(host: Host, rank: int, stream: str, text: str) -> None:
-            print(f"[{host.name} {rank}] {text}", file=getattr(sys, stream), flush=True)
+            print(under(f"[{host.name} {rank}] ", text), file=getattr(sys, stream), flush=True)
 
         watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
         try:

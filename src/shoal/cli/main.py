@@ -56,8 +56,7 @@ def main() -> None:
     except SettingsError as error:
         if "--debug" in sys.argv:
             raise
-        head = "this cannot be run:" if len(error.faults) > 1 else "this cannot be run"
-        print(f"shoal: {head}\n{error}", file=sys.stderr)
+        print(f"shoal: this cannot be run:\n{error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except ShoalError as error:
         if "--debug" in sys.argv:

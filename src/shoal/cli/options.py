@@ -17,3 +17,9 @@ NoSync = Annotated[
     bool,
     typer.Option("--no-sync", help="With --hosts: this folder is on all of them already."),
 ]
+
+
+def no_sync_faults(no_sync: bool, hosts: str | None) -> list[str]:
+    if no_sync and hosts is None:
+        return ["--no-sync: is about --hosts; without it nothing is copied."]
+    return []

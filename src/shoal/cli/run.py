@@ -1,4 +1,4 @@
-"""`shoal run`: any script on several local ranks."""
+"""`shoal run`: any script on several ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.hosts_run import run_script
-from shoal.cli.options import Hosts, NoSync
+from shoal.cli.hosts_run import RESULTS_VARIABLE, name_of, run_script
+from shoal.cli.options import Hosts, NoSync, no_sync_faults
 from shoal.errors import SettingsError
 from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import describe
-from shoal.launch.output import text_of
+from shoal.launch.output import text_of, under
 from shoal.launch.scripts import as_copied
 from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, inherited_environment, variables_of
+from shoal.report import run_folder
 from shoal.settings import threads_each
 
 
@@ -33,7 +34,8 @@ def run(
     hosts: Hosts = None,
     no_sync: NoSync = False,
     out: Annotated[
-        str, typer.Option(help="With --hosts: the folder that run folders are made in.")
+        str,
+        typer.Option(help="Run folders are made in here; one that nothing is put into is removed."),
     ] = "runs",
     module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is a module, as with python -m.")
@@ -45,9 +47,10 @@ def run(
     """Start a script on several ranks of this host, or of several hosts, with RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE set.
 
-    shoal.join() in the script finds them, and so does torch.distributed with env://.
+    shoal.join() in the script finds them, and so does torch.distributed with env://. What the
+    script puts into the folder $SHOAL_RESULTS is kept in the run folder.
     """
-    faults = []
+    faults = no_sync_faults(no_sync, hosts)
     where = []
     if hosts is not None and workers is not None:
         faults.append("--workers cannot be used with --hosts, which says how many are started.")
@@ -61,6 +64,7 @@ def run(
         faults.append(f"--workers {workers}: must be at least 1.")
     if threads is not None and threads < 1:
         faults.append(f"--threads {threads}: must be at least 1.")
+    faults += run_folder.faults(out)
     if not module and not Path(command[0]).is_file():
         faults.append(f"{command[0]}: there is no such script (a module needs -m before it).")
     elif not module and not no_sync and not all(is_this_host(host) for host in where):
@@ -78,7 +82,13 @@ def run(
     if where:
         run_script(where, command, module=module, threads=threads, out=out, sync=not no_sync)
         return
+    with run_folder.folder_while_needed(out, name_of(command)) as folder:
+        _run_here(command, folder, workers=workers, module=module, threads=threads)
 
+
+def _run_here(
+    command: list[str], folder: Path, *, workers: int, module: bool, threads: int | None
+) -> None:
     port = reserve_port()
     commands = []
     for rank in range(workers):
@@ -87,6 +97,7 @@ def run(
             local_rank=rank, local_size=workers,
         )  # fmt: skip
         env = inherited_environment(**variables_of(way), PYTHONUNBUFFERED="1")
+        env[RESULTS_VARIABLE] = str(folder.absolute())
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         env.setdefault("OMP_NUM_THREADS", str(threads_each(workers)))
@@ -96,7 +107,7 @@ def run(
 
     def show(rank: int, stream: Stream, line: bytes) -> None:
         prefix = f"[{rank}] " if workers > 1 else ""
-        print(f"{prefix}{text_of(line)}", file=getattr(sys, stream), flush=True)
+        print(under(prefix, text_of(line)), file=getattr(sys, stream), flush=True)
 
     try:
         cause = run_ranks(commands, Listener(on_line=show))

@@ -13,7 +13,7 @@ import typer
 
 from shoal.cli.ending import exit_now
 from shoal.cli.hosts_run import train_on_hosts
-from shoal.cli.options import Hosts, NoSync
+from shoal.cli.options import Hosts, NoSync, no_sync_faults
 from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
 from shoal.launch.agents import is_this_host
@@ -223,7 +223,8 @@ def train(
                 code = EXIT_FAILED
         raise typer.Exit(code)
     with own_stdout(reserve=as_json) as stdout:
-        ways = _plan(settings, workers, init, rank, world_size, interface)
+        more = no_sync_faults(no_sync, hosts)
+        ways = _plan(settings, workers, init, rank, world_size, interface, more)
         _prepare_data(settings)
         quiet_torch()
         with Terminal(as_json, quiet=not ways[0].speaks, out=stdout) as terminal:
@@ -298,9 +299,11 @@ def _plan(
     rank: int | None,
     world_size: int | None,
     interface: str | None,
+    more: list[str],
 ) -> list[Way]:
-    """The ranks of this host; raises with every fault of the settings and of the way together."""
-    faults: list[str] = []
+    """The ranks of this host; raises with every fault of the settings and of the way together, and
+    with those that are known already."""
+    faults = list(more)
     ways: list[Way] = []
     local = workers is not None and init is None and rank is None and world_size is None
     if workers is not None and workers < 1:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import NoSync
+from shoal.cli.options import NoSync, no_sync_faults
 from shoal.errors import EXIT_INTERRUPTED, SettingsError
-from shoal.launch.hosts import read_hosts
+from shoal.launch.hosts import Host, read_hosts
 from shoal.settings import DEVICES, boss_in_environment, unknown
 
 
@@ -62,7 +62,19 @@ def worker(
     Needs none of the boss's code for models that are made of torch's own layers.
     """
     address = boss or boss_in_environment()
-    faults = unknown("--device", device, DEVICES)
+    faults = unknown("--device", device, DEVICES) + no_sync_faults(no_sync, hosts)
+    where: list[Host] = []
+    if hosts is not None:
+        own = {"key": key, "authorized-keys": authorized_keys, "boss-key": boss_key}
+        faults += [
+            f"--{name} cannot be used with --hosts, which makes keys for its workers."
+            for name, value in own.items()
+            if value is not None
+        ]
+        try:
+            where = read_hosts(hosts)
+        except SettingsError as error:
+            faults += error.faults
     if not address:
         faults.append(
             "--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."
@@ -79,7 +91,7 @@ def worker(
         options = [word for name in allow or [] for word in ("--allow", name)]
         options += ["--once"] * once + ["--quiet"] * quiet
         workers_on_hosts(
-            read_hosts(hosts),
+            where,
             address,
             options,
             device=device,
@@ -100,12 +112,12 @@ def worker(
     from shoal.report.waiting import waiting_line
     from shoal.wire.open_link import LinkSettings
 
-    where = Address.read(address)
+    place = Address.read(address)
     if threads is not None:
         torch.set_num_threads(threads)
     employer = Employer(
-        where.endpoint,
-        where.host,
+        place.endpoint,
+        place.host,
         LinkSettings(key=key, authorized_keys=authorized_keys, insecure=insecure),
         boss_key or "",
     )

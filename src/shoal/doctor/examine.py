@@ -132,7 +132,7 @@ class _Examination:
     def _meeting(self) -> str:
         """Where the others find the leader."""
         sites = [
-            Site(host, self._hellos[host.name], self._agents.is_here(host), "", "")
+            Site(host, self._hellos[host.name], self._agents.is_here(host), "", "", "")
             for host in self._able()
         ]
         return meeting_address(sites[0], sites)
@@ -195,11 +195,11 @@ class _Examination:
 def _order_of(host: Host, leader: Host, meeting: str | None) -> tuple[FindAddress, str]:
     """How a host finds its own address, and why so."""
     if host.address:
-        return FindAddress(address=host.address), "hosts.toml gives this address"
+        return FindAddress(address=host.address), f"{host.file} gives this address"
     if host is leader and meeting is not None:
         return FindAddress(address=meeting), "it is where ssh finds it"
     if host.interface:
-        return FindAddress(interface=host.interface), "hosts.toml gives this interface"
+        return FindAddress(interface=host.interface), f"{host.file} gives this interface"
     if meeting is None:
         return FindAddress(), "it is on the way to other machines"
     return FindAddress(towards=meeting), f"it is on the route to {leader.name}"

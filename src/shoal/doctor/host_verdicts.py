@@ -42,7 +42,7 @@ def _lost(host: HostFacts, part: str) -> Cell | None:
         return None
     text = "failed" if host.hello is None else "lost"
     said = " ".join(host.lost.said.split())
-    remedy = " ".join(host.lost.remedy.split("\n"))
+    remedy = "; ".join(host.lost.remedy.split("\n"))
     return bad(text, f"{host.lost.what} {said}".strip(), remedy)
 
 
@@ -90,8 +90,7 @@ def _python(facts: Facts, host: HostFacts) -> Cell:
     return warning(
         found,
         f"it has Python {found}, {first.name} has {wanted}: code may behave differently.",
-        f'give python = "PATH" of a Python {".".join(wanted.split(".")[:2])} for {host.name} '
-        "in hosts.toml",
+        f"give a Python {'.'.join(wanted.split('.')[:2])}: " + host.host.advise('python = "PATH"'),
     )
 
 
@@ -191,9 +190,9 @@ def _interface(facts: Facts, host: HostFacts) -> Cell:
     if host.host.interface and host.host.interface != found.interface:
         return bad(
             text,
-            f'hosts.toml gives interface = "{host.host.interface}", but {found.address} is on '
-            f"{found.interface}.",
-            "make interface and address in hosts.toml agree, or leave one of them out",
+            f'{host.host.file} gives interface = "{host.host.interface}", but {found.address} is '
+            f"on {found.interface}.",
+            f"make interface and address in {host.host.file} agree, or leave one of them out",
         )
     coming = [pair for pair in facts.pairs if pair.target == host.name and pair.measured]
     reached = [pair for pair in coming if pair.measured and not pair.measured.error]
@@ -209,14 +208,13 @@ def _interface(facts: Facts, host: HostFacts) -> Cell:
 
 def line_for_hosts_toml(host: HostFacts) -> str:
     """That makes the others find it: by the address which ssh came in by, if it is known."""
-    where = f"in hosts.toml, for {host.name}:"
     for name, addresses in host.condition.addresses.items() if host.condition else ():
         for known in host.known_as:
             if known in addresses and not _is_loopback(known):
                 if host.host.interface:
-                    return f'{where} interface = "{name}"'
-                return f'{where} address = "{known}" (on {name})'
-    return f'{where} address = "ADDRESS" of the network that all share'
+                    return host.host.advise(f'interface = "{name}"')
+                return host.host.advise(f'address = "{known}" (on {name})')
+    return host.host.advise('address = "ADDRESS" of the network that all share')
 
 
 def _describe(host: HostFacts) -> str:
@@ -268,7 +266,7 @@ def _gpu(host: HostFacts) -> Cell:
         return ok(str(count) if count else "none")
     return bad(
         "none",
-        'hosts.toml gives device = "cuda", and no NVIDIA driver is loaded there.',
+        f'{host.host.file} gives device = "cuda", and no NVIDIA driver is loaded there.',
         f'on {host.name}: nvidia-smi; or give device = "cpu"',
     )
 
@@ -284,7 +282,7 @@ def _disk(host: HostFacts) -> Cell:
     return make(
         text,
         f"{free // 2**20} MiB are free on the disk that its runs are on.",
-        f'free some, or in hosts.toml, for {host.name}: folder = "PATH" on another disk',
+        "free some, or give another disk: " + host.host.advise('folder = "PATH"'),
     )
 
 

@@ -21,6 +21,8 @@ class Site:
     is_here: bool
     folder: str
     results: str
+    run: str
+    """The name of the run's part there."""
     interface: str | None = None
     """Which hosts.toml chooses for its ranks, by name or by address."""
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.launch.descendants import RUN_VARIABLE, kill_marked
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks, stop_signals
 from shoal.launch.messages import (
     Alive,
@@ -50,6 +51,8 @@ from shoal.launch.messages import (
     Said,
     Start,
     Stop,
+    Sweep,
+    Swept,
     TellTime,
     encode,
     read_order,
@@ -115,6 +118,8 @@ class Agent:
                 self._say(Port(port=_free_port()))
             case Start():
                 self._start(order)
+            case Sweep():
+                self._say(self._sweep(order))
             case TellTime() | FindAddress() | Listen() | Measure() | Examine():
                 self._say(self._probe(order))
             case _:
@@ -154,9 +159,14 @@ class Agent:
             self._is_running.clear()
 
     def _prepare(self, order: Prepare) -> Prepared | Refused:
-        base = Path(order.folder).expanduser() if order.folder else cache_dir() / "runs"
-        self._folder = (base / order.run).absolute()
+        base = _base(order.folder)
+        self._folder = base / order.run
         code, results = self._folder / "code", self._folder / "results"
+        if order.project is not None and not Path(order.project).is_dir():
+            return Refused(
+                reason=f"there is no folder {order.project}, which --no-sync takes for granted. "
+                "Leave --no-sync out (the code is copied then), or bring the folder there."
+            )
         try:
             base.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(base).free
@@ -164,7 +174,7 @@ class Agent:
                 return Refused(
                     reason=f"{free // 2**20} MiB are free on the disk of {base}, and a run needs "
                     f"{order.needed_bytes // 2**20}. Free some, or give one on another disk: "
-                    'folder = "PATH" in hosts.toml.'
+                    f"{order.advice}"
                 )
             self._folder.mkdir(mode=0o700)
             for each in (code, results):
@@ -172,9 +182,13 @@ class Agent:
         except OSError as error:
             return Refused(
                 reason=f"no folder for this run can be made in {base} ({error.strerror}). Give one "
-                'that this user may write: folder = "PATH" in hosts.toml.'
+                f"that this user may write: {order.advice}"
             )
         return Prepared(code=str(code), results=str(results))
+
+    def _sweep(self, order: Sweep) -> Swept:
+        self._folder = _base(order.folder) / order.run  # and so ours to remove
+        return Swept(ended=kill_marked(order.run))
 
     def _start(self, order: Start) -> None:
         with _secret_files(order.secrets) as own:
@@ -184,6 +198,7 @@ class Agent:
         """own: variables that all ranks get."""
         threads = str(order.threads or threads_each(len(order.ranks)))
         own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, **own}
+        own[RUN_VARIABLE] = order.run
         commands = [
             RankCommand(
                 rank=task.rank,
@@ -265,6 +280,11 @@ class Agent:
                 self._say(Alive())
             except OSError:
                 return  # whoever listens notices too
+
+
+def _base(folder: str | None) -> Path:
+    """Where runs have their folders."""
+    return (Path(folder).expanduser() if folder else cache_dir() / "runs").absolute()
 
 
 def _interrupt() -> None:

@@ -27,7 +27,7 @@ from shoal.closing import Closing
 from shoal.errors import MeetingError, RunFailed
 from shoal.launch.hosts import Host
 from shoal.launch.local import CAUSE_GRACE_S, die_with_parent
-from shoal.launch.loss import Loss, loss_of, version_faults
+from shoal.launch.loss import Loss, loss_of, losses_together, version_faults
 from shoal.launch.messages import (
     Alive,
     Done,
@@ -87,6 +87,10 @@ class _Agent:
 
     def loss(self, what: str) -> Loss:
         return Loss(self.host.name, what, self._said)
+
+    def loss_by_silence(self, *, why: str = "") -> Loss:
+        what = f"nothing was heard from it for {time.monotonic() - self.heard_at:.0f} s{why}."
+        return Loss(self.host.name, what, self._said, way="cut")
 
     def loss_of_process(self) -> Loss:
         return loss_of(
@@ -220,11 +224,12 @@ class Agents(Closing):
     ) -> RankEnd | None:
         """Run all ranks to their end. Returns the one to blame, or None if all went well."""
         self._on_report = on_report
+        self._is_gathering = True  # while all are being stopped for one, others may be lost too
         for agent, start in zip(self._agents, starts, strict=True):
             self._tell(agent, start)
         ends: list[RankEnd] = []
         deadline = float("inf")
-        while not all(agent.is_done for agent in self._agents):
+        while not self.lost and not all(agent.is_done for agent in self._agents):
             self._turn()
             ends += self._new_ends()
             if ends:
@@ -232,7 +237,10 @@ class Agents(Closing):
                 cause = cause_of(ends)
                 if cause is None or not cause.is_consequence or time.monotonic() > deadline:
                     self.stop()
-                    break
+                    return cause
+        if self.lost:
+            self.stop()
+            raise RunFailed(self._losses)
         return cause_of(ends)
 
     def _new_ends(self) -> list[RankEnd]:
@@ -250,7 +258,7 @@ class Agents(Closing):
 
     def stop(self) -> None:
         """End all ranks that are left; what they have left so far can be fetched. A host that is
-        lost meanwhile is noted."""
+        lost meanwhile is noted, and so is one that does not do it in time."""
         self._keep_going = True
         for agent in self._agents:
             if not agent.is_done:
@@ -259,6 +267,17 @@ class Agents(Closing):
         while not all(a.is_done for a in self._agents) and time.monotonic() < deadline:
             self._turn()
             self._new_ends()
+        for agent in self._agents:
+            if not agent.is_done:
+                is_silent = time.monotonic() > agent.heard_at + 2 * PING_S
+                late = agent.loss(f"its ranks did not end within {ENDING_S:g} s.")
+                self.lost[agent.host.name] = agent.loss_by_silence() if is_silent else late
+                agent.is_done = True
+
+    @property
+    def _losses(self) -> str:
+        others = [agent.host for agent in self._agents if not agent.is_here]
+        return losses_together(others, self.lost)
 
     def _here(self) -> list[_Agent]:
         return [agent for agent in self._agents if agent.host.name not in self.lost]
@@ -272,7 +291,7 @@ class Agents(Closing):
         finally:
             self._is_gathering = False
         if self.lost and not self._keep_going:
-            raise RunFailed("\n".join(loss.text for loss in self.lost.values()))
+            raise RunFailed(self._losses)
 
     def _lose(self, agent: _Agent, loss: Loss) -> None:
         self.lost.setdefault(agent.host.name, loss)
@@ -306,11 +325,8 @@ class Agents(Closing):
                 if not any(isinstance(report, Done) for report in agent.reports):
                     self._lose(agent, agent.loss_of_process())
             elif looked_at > agent.heard_at + SILENCE_S and agent.hello is not None:
-                what = (
-                    f"nothing was heard from it for {SILENCE_S:g} s: the connection is dead, or "
-                    "the host hangs."
-                )
-                self._lose(agent, agent.loss(what))
+                why = ": the connection is dead, or the host hangs"
+                self._lose(agent, agent.loss_by_silence(why=why))
 
     def _tell(self, agent: _Agent, order: Order) -> None:
         if not agent.tell(order):

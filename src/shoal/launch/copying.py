@@ -171,18 +171,18 @@ class _Running(Closing):
 
 
 def _remedy(said: str, copy: Copy) -> str:
-    name, target = copy.host.name, copy.host.target
     if "No space left" in said or "quota exceeded" in said:
         if copy.is_back:
             return f"There is no room for it here, in {copy.here}."
         return (
-            f"There is no room for it there, in {copy.there}. Free some, give another folder for "
-            f"{name} in hosts.toml, or leave out what is large by its name in {IGNORE_FILE}."
+            f"There is no room for it there, in {copy.there}. Free some, or leave out what is "
+            f"large by its name in {IGNORE_FILE}, or give another folder: "
+            + copy.host.advise('folder = "PATH"')
         )
     if "is your shell clean" in said or "not look like a tar archive" in said:
         return (
             f"Something there prints a line at every login, in ~/.bashrc perhaps, and spoils what "
-            f"is copied. `ssh {target} true` must print nothing."
+            f"is copied. `ssh {copy.host.target} true` must print nothing."
         )
     if "not found" in said or "Cannot exec" in said:
         return "rsync on both sides is needed, or tar on both."

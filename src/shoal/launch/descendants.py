@@ -3,6 +3,7 @@
 On Linux a process that outlives its parent is handed to whoever offers to adopt it, else to the
 first process of the system. We offer, so no rank's child gets away from us; in return we must take
 note of the end of each that we adopted. Elsewhere only those are found whose parents are alive.
+Should we be killed ourselves, a mark in their environment tells whose they were.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import psutil
 
 KILL_S = 2.0
 """For a family that grows while it is being ended."""
+RUN_VARIABLE = "SHOAL_RUN"
+"""In the environment of a run's ranks, and so of what they start: its name."""
 _IS_LINUX = sys.platform.startswith("linux")
 
 
@@ -56,6 +59,28 @@ class Descendants:
                 if ended.si_pid in others | self._others:
                     return  # its turn comes first
                 os.waitpid(ended.si_pid, 0)
+
+
+def kill_marked(run: str) -> int:
+    """Where nobody is left whose descendants they are: those that carry the mark of this run, as
+    far as they are this user's. How many there were."""
+    ended: set[int] = set()
+    deadline = time.monotonic() + KILL_S
+    while (alive := _marked(run)) and time.monotonic() < deadline:
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                ended.add(process.pid)
+    return len(ended)
+
+
+def _marked(run: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has just gone, or is another user's
+            if process.environ().get(RUN_VARIABLE) == run and _is_alive(process):
+                found.append(process)
+    return found
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -91,6 +91,7 @@ def read_hosts(text: str) -> list[Host]:
         else:
             plain = name.rpartition("@")[2]
             hosts.append(Host(name=plain, ssh=name, slots=int(slots or 1)))
+            faults += _slots_faults(f"--hosts {text}: {plain}", hosts[-1].slots)
     return _checked(hosts, f"--hosts {text}", faults)
 
 
@@ -126,6 +127,8 @@ def _host(path: Path, name: str, table: object) -> Host:
     faults = [
         fault for field, value in table.items() for fault in _field_faults(where, field, value)
     ]
+    if not _NAME.fullmatch(name):
+        faults.append(f"{path}: {name!r} is no name of a host.")
     if faults:
         raise SettingsError(faults)
     return msgspec.convert({"name": name, "file": str(path), **table}, Host)
@@ -140,12 +143,20 @@ def _field_faults(where: str, field: str, value: object) -> list[str]:
     if field == "slots":
         if not isinstance(value, int) or isinstance(value, bool):
             return [f"{where}: slots = {_shown(value)}: expected a whole number, {example}."]
-        return []
+        return _slots_faults(where, value)
     if not isinstance(value, str):
         return [f"{where}: {field} = {_shown(value)}: expected text in quotes, {example}."]
     if not value.strip():
         return [f'{where}: {field} = "{value}": is empty. Leave it out, or give one, {example}.']
+    if field == "ssh" and value.startswith("-"):
+        return [f"{where}: ssh = {value!r} would be an option of ssh."]
     return unknown(f"{where}: device", value, DEVICES) if field == "device" else []
+
+
+def _slots_faults(where: str, slots: int) -> list[str]:
+    if slots < 1:
+        return [f"{where}: slots must be at least 1, not {slots}."]
+    return [f"{where}: slots = {slots}; at most {MAX_SLOTS}."] if slots > MAX_SLOTS else []
 
 
 def _shown(value: object) -> str:
@@ -157,15 +168,6 @@ def _shown(value: object) -> str:
 
 def _checked(hosts: list[Host], where: str, faults: list[str]) -> list[Host]:
     names = [host.name for host in hosts]
-    for host in hosts:
-        if host.slots < 1:
-            faults.append(f"{where}: {host.name}: slots must be at least 1, not {host.slots}.")
-        if host.slots > MAX_SLOTS:
-            faults.append(f"{where}: {host.name}: slots = {host.slots}; at most {MAX_SLOTS}.")
-        if not _NAME.fullmatch(host.name):
-            faults.append(f"{where}: {host.name!r} is no name of a host.")
-        if host.target.startswith("-"):
-            faults.append(f"{where}: {host.name}: ssh = {host.target!r} would be an option of ssh.")
     for name in sorted({name for name in names if names.count(name) > 1}):
         faults.append(f"{where}: {name} is there twice. Say {name}:2 for two ranks on it.")
     if not hosts and not faults:

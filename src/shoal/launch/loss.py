@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shoal.launch.hosts import Host
 from shoal.launch.messages import Here
@@ -26,6 +28,9 @@ class Loss:
     remedy: str = ""
     part: str = "ssh"
     """Of the host, which is at fault: ssh, python or shoal."""
+    way: Literal["", "cut", "killed"] = ""
+    """In which it was lost, once it was there: with the connection; or somebody, perhaps the kernel
+    for want of memory, has killed its agent, which then could not tidy up."""
 
     @property
     def text(self) -> str:
@@ -36,7 +41,7 @@ def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> 
     """Of a host whose agent has ended with this exit code."""
     name, line = host.name, host.advise('python = "PATH"')
     if was_up:
-        return Loss(name, "the connection to it ended, and its ranks with it.", said)
+        return _loss_of_agent(name, code, said, by_ssh=by_ssh)
     if not by_ssh:
         return Loss(name, f"its agent ended at once (exit code {code}).", said, part="shoal")
     if code == NO_SHOAL:
@@ -57,22 +62,59 @@ def loss_of(host: Host, code: int, said: str, *, was_up: bool, by_ssh: bool) -> 
         return Loss(name, what, said, remedy, part="python")
     if code == SSH_FAILED:
         return Loss(name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))
+    if "account is currently not available" in said or not said:  # nologin, false
+        what = f"its login shell ended at once (exit code {code})."
+        other = host.advise('ssh = "USER@ADDRESS"')
+        remedy = f"May this user log in there? Try: ssh {host.target} true\nOr be another: {other}"
+        return Loss(name, what, said, remedy)
     what = f"its agent ended at once (exit code {code})."
     return Loss(name, what, said, f"Install shoal anew: {host.install_command}", part="shoal")
+
+
+def _loss_of_agent(name: str, code: int, said: str, *, by_ssh: bool) -> Loss:
+    """Of one that was up. ssh has a code for a program that was killed, but it is that of its own
+    failures, of which it tells."""
+    is_told = re.search(r"Timeout, server|Connection|disconnect|remote host", said)
+    if (code == SSH_FAILED and not is_told) if by_ssh else code == -signal.SIGKILL:
+        what = "its agent was killed, and its ranks with it. Was there too little memory?"
+        return Loss(name, what, said, part="shoal", way="killed")
+    if by_ssh and (code < 0 or code == SSH_FAILED):
+        return Loss(name, "the connection to it ended, and its ranks with it.", said, way="cut")
+    return Loss(name, f"its agent ended (exit code {code}), and its ranks with it.", said)
+
+
+def losses_together(hosts: Sequence[Host], losses: Mapping[str, Loss]) -> str:
+    """All of them, in words. hosts: those that are reached by ssh."""
+    text = "\n".join(loss.text for loss in losses.values())
+    lost = [losses[host.name] for host in hosts if host.name in losses]
+    if len(hosts) > 1 and len(lost) == len(hosts) and all(loss.way == "cut" for loss in lost):
+        text += "\nAll at once: is it this machine that is cut off?"
+    return text
 
 
 def ssh_remedy(said: str, host: Host) -> str:
     if "Permission denied" in said:
         return f"Make your key known there: ssh-copy-id {host.target}"
+    if changed := re.search(r"Host key for (\S+) has changed", said):
+        return (
+            f"Its key is not the one that is known here. If you know why (it was set up anew), "
+            f"forget the old one: ssh-keygen -R '{changed[1]}'\nThen connect once by hand, and "
+            f"compare the new one: ssh {host.target}"
+        )
     if "Host key verification failed" in said:
         return f"Connect once by hand, and compare its key: ssh {host.target}"
     if "Could not resolve" in said:
         return (
-            f"The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give ssh = "
-            f'"ADDRESS" for {host.name} in a hosts.toml.'
+            "The name is not known here. Add it to ~/.ssh/config or /etc/hosts, or give another: "
+            + host.advise('ssh = "ADDRESS"')
         )
     if "Connection refused" in said:
         return "No ssh server runs there. Start it there: sudo systemctl enable --now ssh"
+    if "during banner exchange" in said:
+        return (
+            "The connection came about, and its ssh server said nothing: it hangs, or the host is "
+            "overloaded. Start it anew there: sudo systemctl restart ssh"
+        )
     if re.search(r"Connection to \S+ port \d+ timed out", said):  # not "connect to": it did
         return (
             "The connection came about, and then large packets were lost: a smaller MTU on the "

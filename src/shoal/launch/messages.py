@@ -19,6 +19,10 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """In here; None: in the cache."""
     needed_bytes: int
     """That must be free there."""
+    project: str | None = None
+    """A folder that must be there, for code that is not copied; None: none must."""
+    advice: str
+    """How another folder for runs is given."""
 
 
 class FindPort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -39,6 +43,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Where they begin."""
     ranks: list[RankTask]
     threads: int | None
+    run: str = ""
+    """A name of its own: the mark of all that its ranks start."""
     secrets: dict[str, str] = {}
     """Keys of this run: files that its ranks find where a user's keys are else."""
 
@@ -53,6 +59,14 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Clean(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The results of this run are not needed there any more."""
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent of this run was killed: end what its ranks started, and remove what it would."""
+
+    run: str
+    folder: str | None
+    """As it was told to `Prepare`."""
 
 
 class TellTime(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -101,7 +115,7 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Probe: TypeAlias = TellTime | FindAddress | Listen | Measure | Examine
 """What only the doctor asks."""
 
-Order: TypeAlias = Prepare | FindPort | Start | Stop | Ping | Clean | Probe
+Order: TypeAlias = Prepare | FindPort | Start | Stop | Ping | Clean | Sweep | Probe
 
 
 # -- from the agent --------------------------------------------------------------------------------
@@ -156,6 +170,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cause: RankEnd | None
     has_results: bool = False
     """Whether they left anything in the folder for it."""
+
+
+class Swept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    ended: int
+    """So many processes."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -226,7 +245,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Report: TypeAlias = (
-    Here | Prepared | Port | Line | Said | Done | Refused | Alive
+    Here | Prepared | Port | Line | Said | Done | Swept | Refused | Alive
     | Clock | Address | Listening | Measured | Condition
 )  # fmt: skip
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import RunFailed
+from shoal.errors import RunFailed, StorageError
 from shoal.launch.addresses import Site, meeting_address, with_interfaces
 from shoal.launch.agents import Agents
 from shoal.launch.copying import LIMIT_S, Copy, can_rsync, copy_all
@@ -33,6 +33,7 @@ from shoal.launch.messages import (
 from shoal.launch.outcome import RankEnd
 from shoal.launch.output import shown
 from shoal.launch.results import Logs, Results
+from shoal.launch.sweeping import sweep
 from shoal.rendezvous.ways import Way
 
 NEEDED_BYTES = 100 * 2**20
@@ -72,8 +73,8 @@ def run_on_hosts(
     make_tasks: of each rank, when sites and ways are known.
     uses_interfaces: ranks are told which is theirs, so what hosts.toml says of them must be true.
     """
-    with stop_signals(), ExitStack() as stack:
-        agents = stack.enter_context(Agents(hosts))
+    # The logs are closed last: agents that leave have last words.
+    with stop_signals(), Logs(run_folder / "logs") as logs, Agents(hosts) as agents:
         watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
         sites = _prepare(agents, hosts, run_folder, project, sync)
         if uses_interfaces:
@@ -85,20 +86,32 @@ def run_on_hosts(
         for site in sites:
             own = [task for task in tasks if _host_of(hosts, task.rank) is site.host]
             starts.append(
-                Start(folder=site.folder, ranks=own, threads=threads, secrets=secret_files or {})
-            )
-        logs = Logs(run_folder / "logs", [task.rank for task in tasks], stack)
-        return _run(agents, starts, Results(sites, run_folder), logs, watcher)
+                Start(
+                    folder=site.folder, ranks=own, threads=threads, run=site.run,
+                    secrets=secret_files or {},
+                )
+            )  # fmt: skip
+        logs.begin([task.rank for task in tasks])
+        return _run(agents, sites, starts, Results(sites, run_folder), logs, watcher)
 
 
 def _run(
-    agents: Agents, starts: Sequence[Start], results: Results, logs: Logs, watcher: Watcher
+    agents: Agents,
+    sites: Sequence[Site],
+    starts: Sequence[Start],
+    results: Results,
+    logs: Logs,
+    watcher: Watcher,
 ) -> RankEnd | None:
     is_ending = False
 
     def on_report(host: Host, report: Line | Said) -> None:
         if isinstance(report, Line):
-            logs.write(report.rank, report.data)
+            try:
+                logs.write(report.rank, report.data)
+            except StorageError:
+                if not is_ending:  # else there is more to be told of, or nothing any more
+                    raise
         if is_ending:  # the terminal may be gone, or held up: what is left to do needs none
             return
         if isinstance(report, Said):
@@ -108,14 +121,15 @@ def _run(
 
     try:
         cause = agents.run(starts, on_report)
-        faults = results.fetch(agents, LIMIT_S)
+        faults = sweep(sites, agents.lost) + results.fetch(agents, LIMIT_S)
     except BaseException:
         is_ending = True
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which may follow an error of the terminal
         with suppress(OSError):
-            for text in _rescue(agents, results):
+            for text in _rescue(agents, sites, results):
                 watcher.tell(text)
         raise
+    is_ending = True
     if cause is None and faults:
         raise RunFailed("\n".join(faults))
     for text in faults:
@@ -123,12 +137,12 @@ def _run(
     return cause
 
 
-def _rescue(agents: Agents, results: Results) -> list[str]:
+def _rescue(agents: Agents, sites: Sequence[Site], results: Results) -> list[str]:
     """After an error, or after Ctrl-C; a second one ends it at once. What is to be told of it."""
     try:
         with stop_signals((signal.SIGINT, signal.SIGTERM)):
             agents.stop()
-            return results.fetch(agents, RESCUE_S)
+            return sweep(sites, agents.lost) + results.fetch(agents, RESCUE_S)
     except Interrupted:
         return [f"what ranks left, if anything, stays there: {results.places}"]
 
@@ -139,8 +153,16 @@ def _prepare(
     hellos = agents.hellos()
     others = [host for host in hosts if not agents.is_here(host)]
     run = f"{run_folder.name}-{secrets.token_hex(4)}"
-    orders = {  # with their names, since hosts may share the folder that runs are in
-        host.name: Prepare(run=f"{run}-{host.name}", folder=host.folder, needed_bytes=NEEDED_BYTES)
+    # With their names, since hosts may share the folder that runs are in.
+    runs = {host.name: f"{run}-{host.name}" for host in hosts}
+    orders = {
+        host.name: Prepare(
+            run=runs[host.name],
+            folder=host.folder,
+            needed_bytes=NEEDED_BYTES,
+            project=None if sync else str(project),
+            advice=host.advise('folder = "PATH"'),
+        )
         for host in others
     }
     made = agents.ask_each(orders, Prepared)
@@ -148,14 +170,15 @@ def _prepare(
     for host in hosts:
         hello = hellos[host.name]
         if host not in others:
-            sites.append(Site(host, hello, True, str(project), str(run_folder.absolute())))
+            results = str(run_folder.absolute())
+            sites.append(Site(host, hello, True, str(project), results, runs[host.name]))
             continue
         folders = made[host.name]
         by_rsync = hello.has_rsync and can_rsync()
         if sync:
             copies.append(Copy(host, project, folders.code, by_rsync, out=run_folder.parent))
         place = folders.code if sync else str(project)
-        sites.append(Site(host, hello, False, place, folders.results))
+        sites.append(Site(host, hello, False, place, folders.results, runs[host.name]))
     copy_all(copies)
     return sites
 

@@ -62,6 +62,11 @@ def text_of(line: bytes) -> str:
     return line.removesuffix(b"\n").rstrip(b"\r").decode(errors="replace")
 
 
+def under(head: str, text: str) -> str:
+    """A line behind its head, which stays even if the line begins anew, as progress bars do."""
+    return head + text.replace("\r", f"\r{head}")
+
+
 def shown(line: bytes) -> str:
     """As a terminal may have it that belongs to someone else: colours are let through; what would
     move its cursor, clear its screen or name its window is spelt out."""

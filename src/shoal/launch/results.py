@@ -6,37 +6,55 @@ What the leader left goes right into the run folder, what others left into one o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from shoal.errors import RunFailed
+from shoal.closing import Closing
+from shoal.errors import RunFailed, ShoalError, StorageError
 from shoal.launch.addresses import Site
 from shoal.launch.agents import Agents
 from shoal.launch.copying import Copy, can_rsync, copy_all
 from shoal.launch.hosts import Host
 from shoal.launch.messages import Clean
+from shoal.report.run_folder import storage_errors
 
 
-class Logs:
+class Logs(Closing):
     """A file for each rank, with the bytes that it wrote."""
 
-    def __init__(self, folder: Path, ranks: Sequence[int], stack: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stack = stack
         self._files: dict[int, IO[bytes]] = {}
-        folder.mkdir(exist_ok=True)
-        for rank in ranks:  # one that says nothing has a file too
-            self._path(rank).touch()
+        self._has_failed = False
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """One that says nothing has a file too."""
+        with storage_errors(self._folder):
+            self._folder.mkdir(exist_ok=True)
+        for rank in ranks:
+            with storage_errors(self._path(rank)):
+                self._path(rank).touch()
 
     def write(self, rank: int, data: bytes) -> None:
-        if rank not in self._files:
-            file = self._path(rank).open("ab", buffering=0)
-            self._files[rank] = self._stack.enter_context(file)
-        self._files[rank].write(data)
+        """A failure is raised once; what ranks say while they are ended for it is not written."""
+        if self._has_failed:
+            return
+        try:
+            with storage_errors(self._path(rank)):
+                if rank not in self._files:
+                    self._files[rank] = self._path(rank).open("ab", buffering=0)
+                while data:  # a disk that fills up takes a part, and raises only the next time
+                    data = data[self._files[rank].write(data) :]
+        except StorageError:
+            self._has_failed = True
+            raise
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 class Results:
@@ -58,11 +76,20 @@ class Results:
         faults = [f"what ranks left, if anything, stays there: {_place(site)}" for site in lost]
         failed: list[Host] = []
 
-        def on_failure(copy: Copy, error: RunFailed) -> None:
-            failed.append(copy.host)
-            faults.append(f"{error}\nThe results stay there: {copy.host.name}:{copy.there}")
+        def stays(host: Host, there: str, error: ShoalError) -> None:
+            failed.append(host)
+            faults.append(f"{error}\nThe results stay there: {host.name}:{there}")
 
-        copy_all([self._copy(site) for site in wanted], limit_s, on_failure)
+        def on_failure(copy: Copy, error: RunFailed) -> None:
+            stays(copy.host, copy.there, error)
+
+        copies = []
+        for site in wanted:
+            try:
+                copies.append(self._copy(site))
+            except StorageError as error:
+                stays(site.host, site.results, error)
+        copy_all(copies, limit_s, on_failure)
         agents.tell([site.host for site in self._sites if site.host not in failed], Clean())
         return faults
 
@@ -70,7 +97,8 @@ class Results:
         here = self._run_folder
         if site is not self._sites[0]:
             here /= site.host.name
-        here.mkdir(exist_ok=True)
+        with storage_errors(here):
+            here.mkdir(exist_ok=True)
         by_rsync = site.hello.has_rsync and can_rsync()
         return Copy(site.host, here, site.results, by_rsync, is_back=True)
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class RunFolder(Closing):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _storage_errors(path):
+        with storage_errors(path):
             self._metrics = (path / "metrics.jsonl").open("ab", buffering=0)
 
     @classmethod
@@ -63,7 +63,7 @@ class RunFolder(Closing):
 
     def log(self, record: StepRecord) -> None:
         line = msgspec.json.encode(record) + b"\n"
-        with _storage_errors(self.path / "metrics.jsonl"):
+        with storage_errors(self.path / "metrics.jsonl"):
             whole = self._metrics.tell()
             try:
                 while line:  # a disk that fills up takes a part, and raises only the next time
@@ -82,7 +82,7 @@ class RunFolder(Closing):
         """Write a file beside its place, then rename: never half a file under the final name."""
         target = self.path / name
         temporary = self.path / f".{name}.part"
-        with _storage_errors(target):
+        with storage_errors(target):
             try:
                 write_to(temporary)
                 temporary.replace(target)
@@ -96,14 +96,27 @@ class RunFolder(Closing):
 def make_folder(out: str, name: str) -> Path:
     """A new folder for a run."""
     path = Path(out) / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    with _storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors(path):
         return _make_new(path)
+
+
+@contextmanager
+def folder_while_needed(out: str, name: str) -> Iterator[Path]:
+    """A new folder for a run, gone again afterwards if nothing was put into it."""
+    is_first = not Path(out).exists()
+    path = make_folder(out, name)
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # something is in it
+            path.rmdir()
+            if is_first:
+                path.parent.rmdir()
 
 
 def note_folder(path: Path) -> None:
     """Its summary came from elsewhere: now it says where the folder is here."""
-    with _storage_errors(path), RunFolder(path) as folder:
+    with storage_errors(path), RunFolder(path) as folder:
         summary = msgspec.json.decode((path / "summary.json").read_bytes(), type=Summary)
         folder.finish(msgspec.structs.replace(summary, folder=str(path)))
 
@@ -113,7 +126,7 @@ def _make_new(path: Path) -> Path:
     for number in range(1, 1000):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
-            candidate.mkdir()
+            candidate.mkdir(parents=True)
             return candidate
         except FileExistsError:
             continue
@@ -132,7 +145,8 @@ def _pretty(value: msgspec.Struct) -> bytes:
 
 
 @contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
+    """In here, a failure to write is told as one to write this file."""
     try:
         yield
     except OSError as error:

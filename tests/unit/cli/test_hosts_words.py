@@ -48,6 +48,22 @@ def test_only_what_was_given_is_complained_of() -> None:
     assert [fault.split()[0] for fault in faults] == ["--workers", "--boss"]
 
 
+def test_what_would_be_ignored_is_refused(project: Path) -> None:
+    (project / "script.py").touch()
+    for words in (("run", "script.py"), ("train",), ("worker", "--boss", "laptop:1024")):
+        (fault,) = faults_of(words[0], "--no-sync", *words[1:])
+        assert fault.startswith("--no-sync: is about --hosts")
+    words = ("worker", "--boss", ":1024", "--hosts", "a:0", "--key", "x", "--boss-key", "y")
+    assert [fault.split()[0] for fault in faults_of(*words)] == ["--key", "--boss-key", "--hosts"]
+
+
+def test_where_no_file_can_be_written(project: Path) -> None:
+    """Nobody is asked for what cannot be kept."""
+    faults = faults_of("hosts", "init", "--out", "nowhere/hosts.toml", "no-such-host", "x y")
+    assert faults[0].startswith("--out nowhere/hosts.toml: there is no folder nowhere")
+    assert "'x y' is no name of a host" in faults[1]
+
+
 def test_hosts_to_install_on(project: Path) -> None:
     assert "--hosts hosts.toml" in faults_of("hosts", "install")[0]
     (project / "hosts.toml").write_text("[hosts.desktop]\n")

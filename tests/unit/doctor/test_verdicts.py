@@ -114,7 +114,7 @@ def test_where_ssh_works_and_something_else_does_not(part: str) -> None:
     assert cell(facts, "desktop", "ssh").verdict == "ok"
     found = cell(facts, "desktop", part)
     assert (found.verdict, found.sentence) == ("bad", "its Python does not start. libfoo")
-    assert found.remedy == "mend it"
+    assert found.remedy == "mend; it"
     cells = diagnose(facts).hosts[1].cells
     assert [what for what, each in cells.items() if each.verdict == "bad"] == [part]
 
@@ -183,9 +183,9 @@ def test_names_that_are_unknown_or_of_others() -> None:
 def test_a_wrong_interface() -> None:
     """As docker0 is, where ssh comes in by eth0."""
     desktop = replace(
-        well("desktop", interface="docker0"),
+        well("desktop", interface="docker0", file="mine.toml"),
         address=Address(address="10.78.0.2", interface="docker0", mtu=1500),
-        why="hosts.toml gives this interface",
+        why="mine.toml gives this interface",
     )
     lost = PairFacts(
         source="laptop", target="desktop", address="10.78.0.2", measured=Measured(error="timeout")
@@ -194,7 +194,7 @@ def test_a_wrong_interface() -> None:
     found = cell(facts, "desktop", "interface")
     assert found.verdict == "bad"
     assert "wrong interface: nobody reaches it at 10.78.0.2 (docker0" in found.sentence
-    assert found.remedy == 'in hosts.toml, for desktop: interface = "eth0"'
+    assert found.remedy == 'in mine.toml, for desktop: interface = "eth0"'
     found = cell(facts, "laptop -> desktop", "port")
     assert (found.verdict, found.text) == ("bad", "unreachable")
     assert "while ssh reaches it at 10.77.0.2" in found.sentence
@@ -209,7 +209,7 @@ def test_addresses_that_cannot_be() -> None:
     assert "10.9.9.9 is no address of its own; it has 10.77.0.2 (eth0)" in found.sentence
     found = cell(desktop_with(address=Address(fault="no route")), "desktop", "interface")
     assert (found.verdict, found.text, found.sentence) == ("bad", "none", "no route")
-    assert found.remedy.startswith("in hosts.toml, for laptop")  # where the route was to lead
+    assert found.remedy.startswith("in a hosts.toml, for laptop")  # where the route was to lead
 
 
 def test_what_a_host_can_carry() -> None:

@@ -29,6 +29,8 @@ from shoal.launch.messages import (
     Report,
     Start,
     Stop,
+    Sweep,
+    Swept,
     encode,
     read_report,
 )
@@ -101,27 +103,35 @@ def agent() -> Iterator[Pipe]:
 
 
 @pytest.fixture
+def other() -> Iterator[Pipe]:
+    with closing(Pipe(ENOUGH_S)) as made:
+        yield made
+        made.hang_up()
+        made.end()
+
+
+@pytest.fixture
 def impatient() -> Iterator[Pipe]:
     """One that does not wait as long for a word."""
     with closing(Pipe(1.0)) as made:
         yield made
 
 
-def ranks(code: str, count: int = 1, *arguments: str) -> Start:
+def ranks(code: str, count: int = 1, *arguments: str, run: str = "") -> Start:
     words = ["-c", code, *arguments]
     tasks = [RankTask(rank=n, arguments=words, environment={"RANK": str(n)}) for n in range(count)]
-    return Start(folder="/", ranks=tasks, threads=1)
+    return Start(folder="/", ranks=tasks, threads=1, run=run)
 
 
 def prepare(agent: Pipe, folder: Path) -> Prepared:
-    agent.tell(Prepare(run="run", folder=str(folder), needed_bytes=0))
+    agent.tell(Prepare(run="run", folder=str(folder), needed_bytes=0, advice="advice"))
     made = agent.expect(Prepared)
     (Path(made.code) / "script.py").touch()
     return made
 
 
 def test_a_folder_is_made_where_it_was_asked_for(agent: Pipe, tmp_path: Path) -> None:
-    agent.tell(Prepare(run="my-run", folder=str(tmp_path / "new"), needed_bytes=1))
+    agent.tell(Prepare(run="my-run", folder=str(tmp_path / "new"), needed_bytes=1, advice="advice"))
     made = agent.expect(Prepared)
     own = tmp_path / "new/my-run"
     assert made == Prepared(code=str(own / "code"), results=str(own / "results"))
@@ -130,16 +140,28 @@ def test_a_folder_is_made_where_it_was_asked_for(agent: Pipe, tmp_path: Path) ->
 
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null"])
 def test_where_no_folder_can_be_made(agent: Pipe, folder: str) -> None:
-    agent.tell(Prepare(run="my-run", folder=folder, needed_bytes=1))
+    agent.tell(Prepare(run="my-run", folder=folder, needed_bytes=1, advice="advice"))
     reason = agent.expect(Refused).reason
     assert reason.startswith(f"no folder for this run can be made in {folder} (")
-    assert 'folder = "PATH" in hosts.toml' in reason
+    assert reason.endswith("this user may write: advice")
+
+
+def test_a_project_that_is_not_there(agent: Pipe, tmp_path: Path) -> None:
+    """Known before anything is made."""
+    prepare = Prepare(
+        run="run", folder=str(tmp_path / "new"), needed_bytes=1, project="/nix", advice=""
+    )
+    agent.tell(prepare)
+    reason = agent.expect(Refused).reason
+    assert "there is no folder /nix" in reason
+    assert "Leave --no-sync out" in reason
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_there_is_no_room(agent: Pipe, tmp_path: Path) -> None:
     """Of the folder that was asked for, wherever the cache is."""
     with disk(tmp_path / "small", 2**20) as small:
-        agent.tell(Prepare(run="my-run", folder=str(small), needed_bytes=100 * 2**20))
+        agent.tell(Prepare(run="my-run", folder=str(small), needed_bytes=100 * 2**20, advice="x"))
         reason = agent.expect(Refused).reason
         assert list(small.iterdir()) == []
     assert f"1 MiB are free on the disk of {small}, and a run needs 100" in reason
@@ -183,6 +205,30 @@ def test_what_ranks_leave_running_is_ended_too(agent: Pipe) -> None:
     agent.tell(ranks(CHILD + "; print('up')"), Ping())
     agent.expect(Done)
     assert agent.family() == []
+
+
+def test_after_one_that_was_killed_another_tidies_up(
+    agent: Pipe, other: Pipe, tmp_path: Path
+) -> None:
+    """Of that run, and of no other."""
+    made = prepare(agent, tmp_path)
+    (Path(made.results) / "weights").touch()
+    families = []
+    for each, run in ((agent, "run"), (other, "other")):
+        each.tell(ranks(f"{CHILD}; {WAIT}", run=run))
+        each.expect(Line)
+        families.append(each.family())
+    killed, others = families
+    agent.process.kill()
+    agent.end()
+    with closing(Pipe(ENOUGH_S)) as heir:
+        heir.tell(Sweep(run="run", folder=str(tmp_path)))
+        assert heir.expect(Swept).ended >= 1
+        assert all_gone(killed)
+        assert not any(all_gone([process]) for process in others)
+        heir.hang_up()
+        heir.end()
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "results", "weights"]
 
 
 def test_an_agent_that_still_starts_ranks_hears_that_it_is_alone(agent: Pipe) -> None:

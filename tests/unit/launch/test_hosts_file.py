@@ -61,7 +61,7 @@ def test_every_fault_of_a_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text(
         'title = "x"\n[hosts.a]\nslot = 2\n[hosts.b]\nslots = "two"\n[hosts.c]\nslots = 0\n'
-        '[hosts.d]\nssh = "-oProxyCommand=x"\n[hosts]\ne = 3\n'
+        'device = "gpu"\n[hosts.d]\nssh = "-oProxyCommand=x"\n[hosts]\ne = 3\n'
     )
     told = "\n".join(faults_of(str(path)))
     for part in (
@@ -69,6 +69,7 @@ def test_every_fault_of_a_file_at_once(tmp_path: Path) -> None:
         "host a: unknown field 'slot'. Did you mean slots?",
         'host b: slots = "two": expected a whole number, for example slots = 2.',
         "c: slots must be at least 1, not 0",
+        "host c: device gpu: unknown",
         "would be an option of ssh",
         "host e: expected a table",
     ):

@@ -11,9 +11,9 @@ import pytest
 
 from shoal.launch.addresses import address_fault
 from shoal.launch.hosts import Host
-from shoal.launch.loss import Loss, loss_of, torch_command, version_faults
+from shoal.launch.loss import Loss, loss_of, losses_together, torch_command, version_faults
 from shoal.launch.messages import Address, Here
-from shoal.launch.ssh import BAD_PYTHON, NO_PYTHON, NO_SHOAL, find_python
+from shoal.launch.ssh import BAD_PYTHON, NO_PYTHON, NO_SHOAL, SSH_FAILED, find_python
 from shoal.version import VERSION
 
 HERE = Here(
@@ -89,6 +89,68 @@ def test_a_python_without_shoal(python: Path) -> None:
 def test_a_python_that_has_it_is_run(python: Path) -> None:
     python.write_text('#!/bin/sh\n[ "$1" != -m ] || echo "$@"\n')
     assert looked_for(python) == (0, "-m timeit\n")
+
+
+BANNER = """
+  Connection timed out during banner exchange
+  Connection to 10.77.0.2 port 22 timed out"""
+CHANGED = """
+  Host key for [box]:2222 has changed and you have requested strict checking.
+  Host key verification failed."""
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        (BANNER, "its ssh server said nothing: it hangs"),
+        ("\n  Connection to 10.77.0.2 port 22 timed out", "large packets were lost"),
+        ("\n  ssh: connect to host box port 22: Connection timed out", "ping box"),
+        (CHANGED, "ssh-keygen -R '[box]:2222'"),
+        ("\n  Host key verification failed.", "Connect once by hand"),
+        ("\n  Could not resolve hostname box", 'in hosts.toml, for box: ssh = "ADDRESS"'),
+    ],
+)
+def test_what_ssh_says_and_what_is_advised(said: str, remedy: str) -> None:
+    assert remedy in loss(SSH_FAILED, said).remedy
+
+
+@pytest.mark.parametrize("said", ["\n  This account is currently not available.", ""])
+def test_an_account_that_nobody_logs_in_to(said: str) -> None:
+    """Nothing is wrong with shoal there."""
+    found = loss(1, said)
+    assert found.part == "ssh"
+    assert "ssh box true" in found.remedy
+    assert loss(1, "\n  ImportError").part == "shoal"
+
+
+def ended(code: int, said: str = "", *, by_ssh: bool = True) -> Loss:
+    return loss_of(A, code, said, was_up=True, by_ssh=by_ssh)
+
+
+def test_how_an_agent_that_was_up_ended() -> None:
+    """ssh tells of a program that was killed by its own failures' code, and not a word."""
+    assert [ended(-9, by_ssh=False).way, ended(SSH_FAILED).way] == ["killed", "killed"]
+    assert "its agent was killed" in ended(SSH_FAILED, "\n  Welcome to a!").text
+    for said in (
+        "Timeout, server a not responding.",
+        "Connection to a closed by remote host.",
+        "client_loop: send disconnect: Broken pipe",
+    ):
+        assert ended(SSH_FAILED, f"\n  {said}").way == "cut"
+    assert ended(-9).way == "cut", "of ssh, here"
+    assert ended(3).text == "a: its agent ended (exit code 3), and its ranks with it."
+
+
+def test_where_all_are_cut_off_it_may_be_this_machine() -> None:
+    losses = {name: Loss(name, "nothing was heard.", way="cut") for name in "ab"}
+    assert losses_together([A, B], losses) == (
+        "a: nothing was heard.\nb: nothing was heard.\n"
+        "All at once: is it this machine that is cut off?"
+    )
+    assert "this machine" not in losses_together([A, B, C], losses)
+    assert "this machine" not in losses_together([A], {"a": losses["a"]})
+    losses["b"] = Loss("b", "killed.", way="killed")
+    assert "this machine" not in losses_together([A, B], losses)
 
 
 def test_other_versions_are_named_together_each_with_its_command() -> None:

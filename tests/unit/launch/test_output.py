@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.launch.output import MAX_LINE_BYTES, TAIL_LINES, Lines, shown, text_of
+from shoal.launch.output import MAX_LINE_BYTES, TAIL_LINES, Lines, shown, text_of, under
 
 pieces = st.lists(st.sampled_from([b"\n", b"\r", b"a", b"bc", "é".encode(), b"\xff", b"\x00"]))
 long_pieces = st.lists(
@@ -77,6 +77,11 @@ def test_the_last_lines_are_remembered() -> None:
     for number in range(100):
         list(lines.feed(f"{number}\n".encode()))
     assert lines.tail == [str(n) for n in range(100 - TAIL_LINES, 100)]
+
+
+def test_a_line_that_begins_anew_does_not_write_over_whose_it_is() -> None:
+    assert under("[a 0] ", "0%\r50%\r[b 1] no") == "[a 0] 0%\r[a 0] 50%\r[a 0] [b 1] no"
+    assert under("[a 0] ", "text") == "[a 0] text"
 
 
 def test_a_line_without_its_end() -> None:

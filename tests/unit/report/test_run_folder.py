@@ -15,7 +15,7 @@ from mounts import PAGE, disk, fill
 
 from shoal.errors import StorageError
 from shoal.report.records import EpochRecord, LayoutRecord, StepRecord, Summary
-from shoal.report.run_folder import RunFolder, faults
+from shoal.report.run_folder import RunFolder, faults, folder_while_needed
 from shoal.settings import TrainSettings
 
 SUMMARY = Summary(
@@ -62,6 +62,18 @@ def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: P
     assert len(set(paths)) == 20
     assert all(re.fullmatch(r"\d{8}-\d{6}-demo(-\d+)?", path.name) for path in paths)
     assert any(path.name.endswith("demo-2") for path in paths), "twenty take less than a second"
+
+
+def test_one_that_stays_empty_is_gone_afterwards(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "runs"
+    with folder_while_needed(str(out), "x") as folder:
+        assert folder.is_dir()
+    assert not out.exists()
+    with folder_while_needed(str(out), "x") as folder:
+        (folder / "kept").touch()
+    with folder_while_needed(str(out), "x"):
+        pass
+    assert [path.name for path in out.glob("*/*")] == ["kept"]
 
 
 def test_settings_are_there_from_the_start(tmp_path: Path) -> None:
