@@ -338,6 +338,7 @@ class Boss:
                         num_kept=self._desk.num_kept[rank],
                         last_seen_s=now - self._desk.seen_at[rank],
                         is_lost=self._desk.is_lost(rank),
+                        is_busy=self._desk.is_busy[rank],
                     )
                 )
         return Status(
