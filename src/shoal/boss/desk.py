@@ -66,6 +66,12 @@ class Desk:
             self._is_torn = True
             raise
 
+    def mend(self) -> None:
+        """Before anything new: tell of trouble, and have workers drop what was left unfinished."""
+        self._look_for_trouble()
+        if self._is_torn:
+            self._recover()
+
     def order(self, order: Order, tensors: Sequence[Tree] | None = None) -> None:
         """To all workers. tensors: for each, by stage."""
         if isinstance(order, ZeroGrad):
@@ -79,9 +85,7 @@ class Desk:
 
     def order_each(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
         """To every worker an order of its own."""
-        self._look_for_trouble()
-        if self._is_torn:
-            self._recover()
+        self.mend()
         if self._zero_grad is not None and not isinstance(orders[0], Forward | Place):
             self._tell_all([self._zero_grad] * len(self.ranks), None)
             self._zero_grad = None
