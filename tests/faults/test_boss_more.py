@@ -332,6 +332,7 @@ def test_ctrl_c_while_a_boss_waits_shows_the_script_and_not_how_we_wait(
         (("worker", "--boss", "127.0.0.1:1", "--device", "tpu"), "--device tpu: unknown"),
         (("train", "--boss", "--workers", "0"), "--workers 0: must be at least 1"),
         (("train", "--boss", "--sync", "ring"), "--sync: is about replicas"),
+        (("train", "--boss", "--workers", "99"), "--workers 99: --model mnist-cnn has 13 steps"),
     ],
 )
 def test_options_that_make_no_sense(options: tuple[str, ...], words: str) -> None:
