@@ -333,6 +333,11 @@ def test_ctrl_c_while_a_boss_waits_shows_the_script_and_not_how_we_wait(
         (("train", "--boss", "--workers", "0"), "--workers 0: must be at least 1"),
         (("train", "--boss", "--sync", "ring"), "--sync: is about replicas"),
         (("train", "--boss", "--workers", "99"), "--workers 99: --model mnist-cnn has 13 steps"),
+        (("worker", "--boss", "foo"), "--boss: 'foo' is no address of a boss"),
+        (("worker", "--boss", ":1024"), "--boss: ':1024' is no address of a boss"),
+        (("worker", "--boss", "127.0.0.1:abc"), "is no address of a boss"),
+        (("worker", "--boss", "127.0.0.1:99999"), "a port is between 1 and 65535"),
+        (("worker", "--boss", "127.0.0.1:1", "--allow", "my-net/../x"), "--allow my-net/../x: "),
     ],
 )
 def test_options_that_make_no_sense(options: tuple[str, ...], words: str) -> None:
