@@ -45,6 +45,8 @@ NAMED_S = 10.0
 """The promise, for a worker that dies or hangs."""
 
 LAYERS = '''
+import os
+
 import torch
 from torch import nn
 
@@ -71,6 +73,19 @@ class Picky(nn.Module):
             raise ValueError("this is too much")
         out = self.linear(x)
         return _Backward.apply(out) if x.sum() < -1000 else out
+
+
+class Held(nn.Module):
+    """Busy with what is large, until there is a file of this name."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def forward(self, x):
+        while x.sum() > 1000 and not os.path.exists(self.path):
+            continue
+        return x
 '''
 HEIR = """
 from boss_layers_differing import Picky as Base
@@ -441,7 +456,7 @@ def test_a_port_that_some_other_program_has() -> None:
 
 def test_addresses_that_are_none() -> None:
     for listen in ("1024", "tcp://:1024", "tcp://127.0.0.1", "tcp://127.0.0.1:123456", ""):
-        with pytest.raises(shoal.MeetingError, match=r"no address of a boss: tcp://HOST:PORT is"):
+        with pytest.raises(shoal.SettingsError, match=r"no address of a boss: tcp://HOST:PORT is"):
             shoal.Boss(listen, 1, notify=quiet)
     with pytest.raises(shoal.SettingsError, match="at least one"):
         shoal.Boss("tcp://127.0.0.1:1", 0)
@@ -570,7 +585,7 @@ def test_a_worker_that_is_killed_is_named(office: Office, own_boss) -> None:
     name = name_of(boss, 2)
     os.kill(victim.pid, signal.SIGKILL)
     told, seconds = until_lost(boss)
-    assert f"lost {name}" in told
+    assert told.startswith(f"the boss ({socket.gethostname()}) lost {name}: ")
     assert seconds < NAMED_S
     until(lambda: boss.status().workers[1].is_lost, "the status tells of it")
     boss.close()
@@ -578,6 +593,31 @@ def test_a_worker_that_is_killed_is_named(office: Office, own_boss) -> None:
     again = own_boss(office.num_alive)
     works(again)
     assert other.pid in [worker.pid for worker in again.status().workers]
+
+
+def test_a_worker_that_is_busy_for_too_long(office: Office, own_boss, tmp_path: Path) -> None:
+    """It is named, and not who waits for it. That one ended: the boss had called off, and it waited
+    as long as the boss does for the busy one to hear of it."""
+    seconds = 2.0
+    boss = own_boss(2, timeout_s=seconds)
+    busy, waiting = name_of(boss, 1), name_of(boss, 2)
+    free = tmp_path / "free"
+    held = import_module("boss_layers_allowed").Held(str(free))
+    model = boss.place(nn.Sequential(held, nn.ReLU()), cuts=["1"])
+    with pytest.raises(shoal.WireError, match=re.escape(f"waited {seconds:g} s for {waiting}; ")):
+        model(LARGE)
+    until(lambda: [w.is_busy for w in boss.status().workers] == [True, False], "both have told")
+    with pytest.raises(shoal.WireError, match=re.escape(f"Busy, as last heard: {busy}. ")) as told:
+        model(rows())
+    assert f"waited {seconds:g} s for {busy}, {waiting}; " in str(told.value)
+    free.touch()
+    assert torch.equal(model(rows()), rows().relu())
+    works(boss)
+    pids = {worker.pid for worker in boss.status().workers}
+    boss.close()
+    again = own_boss(office.num_alive)
+    works(again)
+    assert pids <= {worker.pid for worker in again.status().workers}
 
 
 # -- a boss that goes ------------------------------------------------------------------------------

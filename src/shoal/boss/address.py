@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.errors import MeetingError
+from shoal.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,11 @@ class Address:
         host, colon, port = text.removeprefix("tcp://").rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 65536:
-            raise MeetingError(
-                f"{text!r} is no address of a boss: tcp://HOST:PORT is, for example "
-                "tcp://192.168.0.1:1024."
+            raise SettingsError(
+                [
+                    f"{text!r} is no address of a boss: tcp://HOST:PORT is, for example "
+                    "tcp://192.168.0.1:1024."
+                ]
             )
         return cls(host, int(port))
 

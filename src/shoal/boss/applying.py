@@ -33,7 +33,7 @@ from shoal.errors import KeyFileError, MeetingError, WireError
 from shoal.version import VERSION
 from shoal.wire.keys import KEY_LENGTH, Z85
 from shoal.wire.open_link import LinkSettings, read_keys
-from shoal.wire.zmq_call import REFUSED, ZmqCall
+from shoal.wire.zmq_call import ZmqCall
 from shoal.wire.zmq_gate import Keys
 from shoal.wire.zmq_link import ZmqLink
 
@@ -44,12 +44,6 @@ SILENCE_S = 3 * CALL_S
 PREPARE_AFTER_S = 2 * CALL_S
 WAY_S = 1.5
 """How long a boss has, at least, to answer to one key of several."""
-
-
-NO_KEY = (
-    "it has keys, and this worker came without: give the address that other hosts know it by, not "
-    "a loopback one, and leave --insecure out"
-)
 
 
 @dataclass(frozen=True)
@@ -110,8 +104,7 @@ def apply(
                     call_at = 0.0  # it was not heard, or it is time
                 if answer is not None or line.silent_s > SILENCE_S:
                     last = answer
-                fault = line.fault if keys is not None or line.fault != REFUSED else NO_KEY
-                notify(_waiting(employer, last, fault, time.monotonic() - begun))
+                notify(_waiting(employer, last, line.fault, time.monotonic() - begun))
                 if time.monotonic() - begun > PREPARE_AFTER_S and not isinstance(answer, Hired):
                     prepare()
                 if isinstance(answer, Hired) and answer.round != round_:

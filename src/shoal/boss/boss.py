@@ -254,11 +254,16 @@ class Boss:
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PlacedOptimizer:
         """Of torch.optim; on every worker one for its own parameters."""
-        made = PlacedOptimizer(self._order, kind, options, lambda: self.desk.num_aborts)
+        made = PlacedOptimizer(self._order, kind, options, self._num_aborts)
         if self._routes is not None:
             self._settle()
         self._optimizer = made
         return made
+
+    def _num_aborts(self) -> int:
+        """With the one that the next order would bring."""
+        self.desk.mend()
+        return self.desk.num_aborts
 
     def train_step(
         self,
@@ -338,6 +343,7 @@ class Boss:
                         num_kept=self._desk.num_kept[rank],
                         last_seen_s=now - self._desk.seen_at[rank],
                         is_lost=self._desk.is_lost(rank),
+                        is_busy=self._desk.is_busy[rank],
                     )
                 )
         return Status(

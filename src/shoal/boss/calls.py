@@ -118,6 +118,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last_seen_s: float
     """Seconds ago."""
     is_lost: bool = False
+    is_busy: bool = False
+    """It was at work when it was last seen, and did not wait for what others send."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="is", forbid_unknown_fields=True):

@@ -35,6 +35,7 @@ class Desk:
         self.memory_bytes = dict.fromkeys(self.ranks, 0)
         self.steps = dict.fromkeys(self.ranks, 0)
         self.num_kept = dict.fromkeys(self.ranks, 0)
+        self.is_busy = dict.fromkeys(self.ranks, False)
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
         self._reports = {rank: self.link.irecv(rank, "report") for rank in self.ranks}
         self._num_orders = dict.fromkeys(self.ranks, 0)
@@ -42,7 +43,9 @@ class Desk:
         """Whether workers wait for what will not come."""
         self._zero_grad: ZeroGrad | None = None
         self.num_aborts = 0
-        """How often all workers have dropped what was under way."""
+        """How often all workers were told to drop what was under way."""
+        self._recovered = dict.fromkeys(self.ranks, 0)
+        """The last time that each has."""
         self._is_over = threading.Event()
         self._tender = threading.Thread(target=self._tend, name="shoal-boss", daemon=True)
         self._tender.start()
@@ -63,6 +66,12 @@ class Desk:
             self._is_torn = True
             raise
 
+    def mend(self) -> None:
+        """Before anything new: tell of trouble, and have workers drop what was left unfinished."""
+        self._look_for_trouble()
+        if self._is_torn:
+            self._recover()
+
     def order(self, order: Order, tensors: Sequence[Tree] | None = None) -> None:
         """To all workers. tensors: for each, by stage."""
         if isinstance(order, ZeroGrad):
@@ -76,9 +85,7 @@ class Desk:
 
     def order_each(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
         """To every worker an order of its own."""
-        self._look_for_trouble()
-        if self._is_torn:
-            self._recover()
+        self.mend()
         if self._zero_grad is not None and not isinstance(orders[0], Forward | Place):
             self._tell_all([self._zero_grad] * len(self.ranks), None)
             self._zero_grad = None
@@ -87,11 +94,11 @@ class Desk:
 
     def _tell_all(self, orders: Sequence[Order], tensors: Sequence[Tree] | None) -> None:
         for rank in self.ranks:
-            if tensors is None:
-                self.link.isend(as_message(orders[rank - 1]), rank, "order")
-            else:  # which are the caller's, who may change them
-                self.link.send(as_message(orders[rank - 1], tensors[rank - 1]), rank, "order")
-            self._num_orders[rank] += 1
+            held = None if tensors is None else tensors[rank - 1]
+            job = self.link.isend(as_message(orders[rank - 1], held), rank, "order")
+            self._num_orders[rank] += 1  # also if Ctrl-C comes while it goes
+            if tensors is not None:  # which are the caller's, who may change them
+                job.wait()
 
     def send(self, tree: Tree, rank: int, tag: str) -> None:
         self.link.isend(tree, rank, tag)
@@ -100,10 +107,7 @@ class Desk:
         """What a worker sends; raises WorkerError as soon as any worker is in trouble."""
         job = self.link.irecv(rank, tag)
         if not self.link.wait_any([job, *self._troubles.values()], self.link.timeout_s):
-            raise WireError(
-                f"waited {self.link.timeout_s:g} s for {self.names[rank]}; nothing came. It may be "
-                "busy: Boss(timeout_s=) says how long to wait."
-            )
+            raise self._too_late([rank])
         if not job.is_over:
             self._look_for_trouble()
         return job.wait(0)
@@ -144,13 +148,41 @@ class Desk:
         self.num_aborts += 1
         for rank in self.ranks:
             self.link.isend([self.num_aborts, self._num_orders[rank]], rank, "abort")
+        deadline = time.monotonic() + self.link.timeout_s
         for rank in self.ranks:
-            self.link.recv(rank, f"recovered {self.num_aborts}")
+            while self._recovered[rank] < self.num_aborts:
+                self._recovered[rank] = self._next_recovered(rank, deadline)
         self.link.discard(
             "trouble", "output ", "input gradient ", "loss ", "norms ", "state ", "times "
         )
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
         self._is_torn = False
+
+    def _next_recovered(self, rank: int, deadline: float) -> int:
+        """The number of the abort that this worker has done."""
+        job = self.link.irecv(rank, "recovered")
+        try:
+            if not self.link.wait_any([job], max(deadline - time.monotonic(), 0.0)):
+                late = [r for r in self.ranks if self._recovered[r] < self.num_aborts]
+                raise self._too_late(late)
+            number: int = job.wait(0)
+        except BaseException:
+            self.link.give_up(job)
+            raise
+        return number
+
+    def _too_late(self, ranks: Sequence[int]) -> WireError:
+        """Nothing came from these. They may wait for others, who are busy."""
+        busy = [rank for rank, is_busy in self.is_busy.items() if is_busy]
+        text = f"waited {self.link.timeout_s:g} s for {self._all_names(ranks)}; nothing came. "
+        if busy:
+            text += f"Busy, as last heard: {self._all_names(busy)}. "
+        else:
+            text += "A worker may be busy. "
+        return WireError(f"{text}Boss(timeout_s=) says how long to wait.")
+
+    def _all_names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self.names[rank] for rank in ranks)
 
     # -- in between --------------------------------------------------------------------------------
 
@@ -161,7 +193,9 @@ class Desk:
             for rank, job in self._reports.items():
                 if not job.is_over or job.has_failed:
                     continue
-                self.memory_bytes[rank], self.steps[rank], self.num_kept[rank] = job.wait(0)
+                held, step, kept, is_busy = job.wait(0)
+                self.memory_bytes[rank], self.steps[rank] = held, step
+                self.num_kept[rank], self.is_busy[rank] = kept, is_busy
                 self.seen_at[rank] = time.monotonic()
                 self._reports[rank] = self.link.irecv(rank, "report")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ BOSS = 0
 REPORT_S = 2.0
 WAIT_S = 60.0
 """The longest single wait; of longer ones there are several."""
-DATA_TAGS = ("forward ", "backward ", "input ", "gradient ", "target ", "drained ")
+DATA_TAGS = ("forward ", "backward ", "input ", "gradient ", "target ")
 
 
 class _Aborted(Exception):
@@ -75,6 +76,10 @@ class Hand:
         self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
         """In the last stage: what it gave the boss, and gets gradients for."""
         self._num_orders = 0
+        self._drained = {rank: 0 for rank in range(1, link.size) if rank != link.rank}
+        """By the other workers: up to which abort nothing old comes from them any more."""
+        self._is_waiting = False
+        """For what others send; else this worker is busy."""
         self._step = 0
         self._timeline = Timeline()
         self._abort: ReceiveJob = link.irecv(BOSS, "abort")
@@ -84,29 +89,26 @@ class Hand:
         reporter = threading.Thread(target=self._report, name="shoal-report")
         reporter.start()
         try:
-            while True:
+            while not self._abort.has_failed:
                 try:
-                    order, tensors = self._next_order()
-                    self._do(order, tensors)
+                    self._do(*self._next_order())
                 except _Aborted:
                     self._recover()
-                except PeerLost as lost:
-                    if self._boss_is_gone():
-                        return str(lost)
-                    self._give_way(lost)
                 except Exception as error:
                     self._give_way(error)
-        except PeerLost as lost:  # while it was told of something, or while it recovered
-            return str(lost)
+                    self._recover()
+        except PeerLost as lost:  # without whom nothing can be recovered
+            if not self._abort.has_failed:
+                return str(lost)
         finally:
             self._is_over.set()
             reporter.join()
+        return self._farewell()
 
     # -- orders ------------------------------------------------------------------------------------
 
     def _next_order(self) -> tuple[Order, Tree]:
-        job = self._link.irecv(BOSS, "order")
-        message = self._wait(job, limit_s=float("inf"))
+        message = self._wait(self._link.irecv(BOSS, "order"))
         self._num_orders += 1
         return read_order(message)
 
@@ -282,18 +284,21 @@ class Hand:
 
     # -- with the boss -----------------------------------------------------------------------------
 
-    def _wait(self, job: ReceiveJob, limit_s: float | None = None) -> Tree:
-        """For a message; not longer than the boss wants it."""
-        limit_s = self._link.timeout_s if limit_s is None else limit_s
-        while not self._link.wait_any([job, self._abort], min(limit_s, WAIT_S)):
-            if limit_s <= WAIT_S:
-                break
-            limit_s -= WAIT_S
+    def _wait(self, job: ReceiveJob) -> Tree:
+        """For a message, however long: the boss knows when it is too late, and calls off."""
+        self._wait_any(job, self._abort)
         if self._abort.is_over:
             self._link.give_up(job)
-            self._abort.wait(0)  # raises, where the boss is gone
             raise _Aborted
         return job.wait(0)
+
+    def _wait_any(self, *jobs: ReceiveJob) -> None:
+        self._is_waiting = True
+        try:
+            while not self._link.wait_any(jobs, WAIT_S):
+                continue
+        finally:
+            self._is_waiting = False
 
     def _send(self, tree: Tree, tag: str) -> None:
         self._link.isend(tree, BOSS, tag)
@@ -306,32 +311,45 @@ class Hand:
             traceback="".join(traceback.format_exception(error)),
             is_consequence=isinstance(error, PeerLost),
         )
-        self._send(msgspec.to_builtins(trouble), "trouble")
-        while not self._link.wait_any([self._abort], WAIT_S):
-            continue
-        self._recover()
+        with suppress(PeerLost):  # it is gone: then it will not call off either
+            self._send(msgspec.to_builtins(trouble), "trouble")
+        self._wait_any(self._abort)
 
     def _recover(self) -> None:
-        """Drop what was under way here, and wait until nobody sends any of it any more."""
-        number, num_orders = self._abort.wait(0)
-        self._abort = self._link.irecv(BOSS, "abort")
+        """For each time that the boss has called off. It may do so again while we are at it."""
+        while self._abort.is_over and not self._abort.has_failed:
+            number, num_orders = self._abort.wait(0)
+            self._abort = self._link.irecv(BOSS, "abort")
+            with suppress(_Aborted):
+                self._drop(number, num_orders)
+
+    def _drop(self, number: int, num_orders: int) -> None:
+        """What was under way here; then wait until nobody sends any of it any more.
+
+        Others may be busy with it, however long.
+        """
         while self._num_orders < num_orders:
-            self._link.recv(BOSS, "order")
+            self._wait(self._link.irecv(BOSS, "order"))
             self._num_orders += 1
-        others = [r for r in range(1, self._link.size) if r != self._link.rank]
-        for rank in others:
-            self._link.isend(None, rank, f"drained {number}")
-        for rank in others:
-            self._link.recv(rank, f"drained {number}")
+        for rank in self._drained:
+            self._link.isend(number, rank, "drained")
+        for rank in self._drained:
+            while self._drained[rank] < number:
+                self._drained[rank] = self._wait(self._link.irecv(rank, "drained"))
         self._link.discard(*DATA_TAGS)
         if self._stage is not None:
             self._stage.forget()
         self._input_leaves.clear()
         self._outputs.clear()
-        self._send(None, f"recovered {number}")
+        self._send(number, "recovered")
 
-    def _boss_is_gone(self) -> bool:
-        return self._abort.is_over
+    def _farewell(self) -> str:
+        """Why the boss is gone. Others may have gone before it."""
+        try:
+            self._abort.wait(0)
+        except PeerLost as lost:
+            return str(lost)
+        raise AssertionError("the boss is there")
 
     def _report(self) -> None:
         """Tell the boss now and then that we are here, also while the stage computes."""
@@ -339,7 +357,8 @@ class Hand:
         while not self._is_over.wait(REPORT_S):
             kept = 0 if self._stage is None else self._stage.num_kept
             try:
-                self._send([process.memory_info().rss, self._step, kept], "report")
+                told = [process.memory_info().rss, self._step, kept, not self._is_waiting]
+                self._send(told, "report")
             except (PeerLost, WireError):
                 return  # whoever works notices too
 

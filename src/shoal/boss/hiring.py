@@ -95,8 +95,8 @@ def hire(
         raise MeetingError(_who_has(address, settings)) from None
     try:
         staff = _gather(link, reception, wait_s, notify)
-    except BaseException:
-        link.close(farewell_s=0)
+    except BaseException as error:
+        link.close_after(error)  # some may be linked up: they hear why nothing comes of it
         raise
     finally:
         notify("")

@@ -125,6 +125,7 @@ class PlacedModel(Elsewhere):
         Numbers are used again: tags of messages recur with them, which makes messages cheaper.
         """
         parts = self.parts(named)
+        self._desk.mend()  # or this call would count as one of those that workers drop with it
         number = next(n for n in itertools.count() if n not in self._in_use)
         self._in_use.add(number)
         return Call(self, number, parts)
@@ -289,8 +290,9 @@ class Call:
         desk = self.model._desk
         if self._num_aborts != desk.num_aborts:
             raise RuntimeError(
-                "backward() through a forward pass from before an error on a worker: the workers "
-                "have dropped what it needed. Call the model again."
+                "backward() through a forward pass from before an error on a worker, or before a "
+                "call that was cut off: the workers have dropped what it needed. Call the model "
+                "again."
             )
         self._is_over = True
         self._forget.detach()

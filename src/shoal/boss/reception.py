@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from shoal.boss.calls import (
     Answer,
     Application,
@@ -21,6 +23,7 @@ from shoal.boss.calls import (
     Status,
     Unable,
     Wait,
+    WorkerStatus,
     encode,
     read_call,
 )
@@ -77,7 +80,7 @@ class Reception:
         """What to answer at once. Raises WireError for what is no call."""
         call = read_call(content)
         if isinstance(call, Question):
-            return encode(self._status())
+            return encode(self._told_status())
         if isinstance(call, Ready):
             self._take_card(caller, call)
             return None
@@ -87,6 +90,29 @@ class Reception:
                 self.troubles[known.rank] = call
             return None
         return encode(self._take_application(caller, call))
+
+    def _told_status(self) -> Status:
+        """Of a boss that still waits: who has come so far."""
+        own = self._status()
+        return own if own.workers else msgspec.structs.replace(own, workers=self._waiting())
+
+    def _waiting(self) -> list[WorkerStatus]:
+        now = self._clock()
+        return [
+            WorkerStatus(
+                rank=rank,
+                host=each.application.host,
+                pid=each.application.pid,
+                device=each.application.device,
+                memory_bytes=0,
+                stage=None,
+                modules=[],
+                step=0,
+                num_kept=0,
+                last_seen_s=now - each.heard_at,
+            )
+            for rank, each in enumerate(self.present[: self.wanted], start=1)
+        ]
 
     def _take_application(self, caller: bytes, application: Application) -> Answer:
         """There is an answer to every one: who hears nothing calls by another connection."""

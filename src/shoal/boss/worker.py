@@ -39,9 +39,9 @@ def serve(
         try:
             contract = apply(employer, own_id, str(device), notify, prepare)
         except (WireError, PeerLost) as error:  # others of this boss's, or it, did not come through
-            tell(f"could not work for the boss at {employer.endpoint}: {error}")
             if once:
                 raise
+            tell(f"could not work for the boss at {employer.endpoint}: {error}")
             continue
         boss = contract.names[0]
         tell(f"works for {boss} as worker {contract.link.rank} of {contract.link.size - 1}")

@@ -11,6 +11,8 @@ from shoal.boss.boss import Boss
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.placed import PlacedModel
 from shoal.crew import Crew
+from shoal.pipeline.build import check_stages
+from shoal.pipeline.graph import read
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import Way
 from shoal.report.events import Emit, Waiting
@@ -35,6 +37,8 @@ def _run(settings: TrainSettings, port: int, emit: Emit) -> int:
     with Crew.open(alone, fingerprint=fingerprint, device="cpu") as crew:
         torch.set_num_threads(settings.threads or 1)
         data = build_data(settings)
+        model = build_model(settings)
+        check_stages(read(model), settings.stages)  # rather than after all workers have come
         with Boss(
             f"tcp://127.0.0.1:{port}",
             settings.stages,
@@ -45,7 +49,7 @@ def _run(settings: TrainSettings, port: int, emit: Emit) -> int:
             loader = Loader(data.train, crew, batch_size=settings.batch_size)
             x, _ = as_pair(next(iter(loader)))
             placed = boss.place(
-                build_model(settings),
+                model,
                 cuts=settings.cuts,
                 microbatches=settings.microbatches,
                 example=x,

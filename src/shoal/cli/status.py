@@ -53,6 +53,6 @@ def show(found: Status, console: Console) -> None:
             each.device,
             f"{each.memory_bytes / 2**20:.0f} MiB" if each.memory_bytes else "–",
             str(each.step),
-            "lost" if each.is_lost else f"{each.last_seen_s:.0f} s ago",
+            "lost" if each.is_lost else f"{each.last_seen_s:.0f} s ago" + ", busy" * each.is_busy,
         )
     console.print(table)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.boss.address import Address
 from shoal.cli.options import NoSync, no_sync_faults
 from shoal.errors import EXIT_INTERRUPTED, SettingsError
 from shoal.launch.hosts import Host, read_hosts
@@ -80,7 +81,12 @@ def worker(
             "--boss: say where the boss listens, as HOST:PORT, or set MODEL_HOST and MODEL_PORT."
         )
     else:
-        faults += _port_faults(address)
+        faults += _address_faults(address, is_here=hosts is not None)
+    faults += [
+        f"--allow {name}: must be the name of a package, without dots: all in it is allowed."
+        for name in allow or []
+        if not name.isidentifier()
+    ]
     if threads is not None and threads < 1:
         faults.append(f"--threads {threads}: must be at least 1.")
     if faults:
@@ -103,7 +109,6 @@ def worker(
     # Imported here: the launcher, which shares this program, starts without torch.
     import torch
 
-    from shoal.boss.address import Address
     from shoal.boss.applying import Employer
     from shoal.boss.worker import serve
     from shoal.crew import choose_device
@@ -143,9 +148,15 @@ def worker(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _port_faults(address: str) -> list[str]:
-    """Here, before anything is started elsewhere."""
+def _address_faults(address: str, *, is_here: bool) -> list[str]:
+    """Before anything is started. is_here: it may be :PORT, of this host."""
     _, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and not 0 < int(port) < 2**16:
         return [f"--boss {address}: a port is between 1 and 65535."]
+    if is_here and address.startswith(":"):
+        return []
+    try:
+        Address.read(address)
+    except SettingsError as error:
+        return [f"--boss: {fault}" for fault in error.faults]
     return []

@@ -132,7 +132,7 @@ class StepByStep(nn.Module):
             try:
                 values[number] = run(self, values)
             except Exception as error:
-                error.add_note(f"in step {name} of this stage")
+                error.add_note(f"in {name} of this stage")
                 raise
             for each in over:
                 values[each] = None
@@ -164,7 +164,9 @@ def read_steps(steps: Sequence[Step], root: nn.Module) -> Program:
                 _check_no_arguments(step)
             else:
                 last_use[number] = number  # so far
-                actions.append(Action(step.name, _read_step(step, arguments, root), []))
+                is_layer = step.op == "call_module"
+                name = f"layer {step.target}" if is_layer else f"step {step.name}"
+                actions.append(Action(name, _read_step(step, arguments, root), []))
         except ModelError as error:
             raise ModelError(f"step {number} ({step.name}): {error}") from error
     for number, user in last_use.items():

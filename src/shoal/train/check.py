@@ -43,7 +43,7 @@ def check(
             found += catalog.name_faults(settings.data, data_dir)
         else:
             found += catalog.faults(settings.data, data_dir, values.cache_dir())
-    found += _fit(settings)
+    found += _fit(settings) + _enough_steps(settings)
     if settings.device == "cuda" and not is_elsewhere:
         import torch  # only who asks for a GPU waits for the answer
 
@@ -52,6 +52,18 @@ def check(
     if keeps_folder and not settings.verify:
         found += run_folder.faults(settings.out)
     return found
+
+
+def _enough_steps(settings: TrainSettings) -> list[str]:
+    """For the stages; a model of the user's own is counted by who makes it."""
+    entry = MODELS.get(settings.model)
+    if entry is None or settings.stages <= entry.num_steps:
+        return []
+    option = "--workers" if settings.boss else "--stages"
+    return [
+        f"{option} {settings.stages}: --model {settings.model} has {entry.num_steps} steps, and "
+        "every stage needs at least one."
+    ]
 
 
 def _fit(settings: TrainSettings) -> list[str]:

@@ -19,6 +19,10 @@ from shoal.wire.zmq_gate import Keys
 RENEW_S = 5.0
 """Of silence, before a new socket calls."""
 REFUSED = "it refused this host's key, or has another key than the one given for it"
+NO_KEY = (
+    "it has keys, and this call came without: give the address that other hosts know it by, not "
+    "a loopback one, and leave --insecure out"
+)
 
 
 class ZmqCall:
@@ -31,6 +35,8 @@ class ZmqCall:
         self._server_key = server_key
         self.fault = ""
         """Why nobody can be reached, as far as it is known."""
+        self._num_broken_off = 0
+        """Handshakes, one after the other, that ended without a word."""
 
     def __enter__(self) -> Self:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,6 +70,7 @@ class ZmqCall:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_CLOSED
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -104,8 +111,18 @@ class ZmqCall:
                 return self._socket.recv()
             if self._news in ready:
                 event = int(recv_monitor_message(self._news)["event"])
+                self._take_news(event)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self.fault = ""
                     return None
-                self.fault = REFUSED
         return None
+
+    def _take_news(self, event: int) -> None:
+        if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):
+            # We are in; or nobody listens there, whoever did before.
+            self.fault = ""
+            self._num_broken_off = 0
+            return
+        # Another key ends a handshake without a word, each time. So does whoever leaves, but once.
+        self._num_broken_off += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._num_broken_off > 1:
+            self.fault = NO_KEY if self._keys is None else REFUSED

@@ -140,6 +140,7 @@ class ZmqLink(Link):
             where = f"port {port} of {address}" if port else address
             raise WireError(f"rank {rank} cannot listen on {where}: {error}") from error
         self.card = Card(endpoint, secrets.token_hex(16), keys.pair.public if keys else "")
+        self._name = f"rank {rank}"
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_pulse: dict[bytes, _Peer] = {}
@@ -158,6 +159,7 @@ class ZmqLink(Link):
 
     def connect(self, cards: list[Card], names: list[str] | None = None) -> None:
         """To all others. cards: of all ranks, by rank; names: how to call them in errors."""
+        self._name = names[self.rank] if names else self._name
         for rank, card in enumerate(cards):
             if rank == self.rank:
                 continue
@@ -221,19 +223,19 @@ class ZmqLink(Link):
         faults = [f"{p.name}: {fault}" for p in peers if (fault := self._missing(p))]
         if faults:
             raise WireError(
-                f"rank {self.rank}, listening at {self.card.endpoint}, has no link with "
+                f"{self._name}, listening at {self.card.endpoint}, has no link with "
                 + "; ".join(faults)
             )
         # Their other connections too, or one that leaves soon would be taken for a stranger.
         self._pump_until(lambda: all(p.has_pulse for p in peers), PULSE_GRACE_S)
 
     def _missing(self, peer: _Peer) -> str:
-        if not peer.guest.is_connected:
-            return peer.guest.refusal or "it cannot be reached (is a firewall between us?)"
-        if peer.has_come:
+        if peer.guest.is_connected and peer.has_come:
             return ""
         if peer.is_gone:
             return str(self._inbox.lost(peer.rank))
+        if not peer.guest.is_connected:
+            return peer.guest.refusal or "it cannot be reached (is a firewall between us?)"
         return "it can be reached, but it does not reach us"
 
     # -- sending -----------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class ZmqLink(Link):
                     return DONE
                 return _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
-                broken = PeerSilent(f"rank {self.rank} lost {peer.name}: {_DEAD}")
+                broken = PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}")
         # Its last words, with the reason why it left, may have come and not been received.
         if self._pump_until(lambda: peer.is_gone, 2 * LAST_WORDS_S):
             raise self._inbox.lost(to)
@@ -389,7 +391,7 @@ class ZmqLink(Link):
         if sign == GOODBYE:
             self._drop(peer, PeerLost(has_left(peer.name, reason)))
         else:
-            self._drop(peer, PeerLost(f"{peer.name} dropped rank {self.rank}: {reason}"))
+            self._drop(peer, PeerLost(f"{peer.name} dropped {self._name}: {reason}"))
 
     def _next(self) -> zmq.Frame:
         """The next frame of the zmq message that is being received."""
@@ -424,12 +426,12 @@ class ZmqLink(Link):
             peer.passed_over += 1
             had_its_turn = is_quiet or peer.passed_over > 2 * self.size
             if had_its_turn and now > peer.silent_since + LAST_WORDS_S:
-                self._drop(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {_DEAD}"))
+                self._drop(peer, PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}"))
 
     def _refuse(self, peer: _Peer | None, error: WireError) -> None:
         if peer is not None:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
-            self._drop(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
+            self._drop(peer, PeerLost(f"{self._name} dropped {peer.name}: {error}"))
             self._send_sign(peer, DROPPED, str(error))
             return
         self._gate.greet(self._frame, None)  # no line more when it goes

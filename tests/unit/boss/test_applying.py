@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
+import msgspec
 import pytest
+import torch
 
 import shoal
-from shoal.boss import applying
+from shoal.boss import applying, worker
 from shoal.boss.applying import Employer
-from shoal.boss.calls import Roster, Status, Unable, encode, read_call
+from shoal.boss.calls import LINK_S, Roster, Status, Unable, encode, read_call
 from shoal.boss.hiring import _why_not
 from shoal.boss.reception import Reception
 from shoal.errors import MeetingError, WireError
 from shoal.network import reserve_port
+from shoal.pipeline.known import Allowed
 from shoal.wire.keys import KeyPair, new_pair, write_pair
 from shoal.wire.open_link import LinkSettings, read_keys
 from shoal.wire.zmq_link import ZmqLink
@@ -49,6 +54,42 @@ class FakeLine:
 
     def say(self, content: bytes) -> None:
         self.said.append(read_call(content))
+
+
+def test_a_worker_for_one_boss_that_has_no_link_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who started it shows the error."""
+
+    def apply(*args: object) -> NoReturn:
+        raise WireError("nothing listens there")
+
+    told: list[str] = []
+    monkeypatch.setattr(worker, "apply", apply)
+    employer = Employer("tcp://192.168.0.1:1024", "192.168.0.1", LinkSettings())
+    with pytest.raises(WireError, match="nothing listens there"):
+        worker.serve(
+            employer, allowed=Allowed(), device=torch.device("cpu"), once=True,
+            notify=told.append, tell=told.append,
+        )  # fmt: skip
+    assert told == []
+
+
+def test_a_boss_that_leaves_while_all_link_up_is_not_behind_a_firewall() -> None:
+    """It was, for a worker whose own connection to it did not stand yet."""
+    names = ["the boss", "worker 1"]
+    with socket.create_server(("127.0.0.1", 0)) as silent, ZmqLink(1, 2) as link:
+        boss = ZmqLink(0, 2)
+        boss.connect([boss.card, link.card], names)
+        nowhere = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        link.connect([msgspec.structs.replace(boss.card, endpoint=nowhere), link.card], names)
+        boss.tend(lambda: boss._peers[1].guest.is_connected, LINK_S)
+        boss.close_after(MeetingError("worker 2 has no key"))
+        with pytest.raises(WireError) as caught:
+            link.settle(LINK_S)
+    told = str(caught.value)
+    assert told.startswith(f"worker 1, listening at {link.card.endpoint}, has no link with ")
+    assert told.endswith("the boss has left: it ended with MeetingError: worker 2 has no key")
 
 
 @pytest.mark.parametrize("where", ["connect", "settle", ""])

@@ -115,6 +115,20 @@ def test_another_version_is_turned_away_with_the_reason(desk: Desk) -> None:
     assert desk.reception.missing == 2
 
 
+def test_who_asks_a_boss_that_waits_is_told_who_has_come(desk: Desk) -> None:
+    assert desk.call("xaver", Question()) == STATUS
+    for who in ("anna", "bert", "carl"):
+        desk.apply(who)
+    desk.now += 2.0
+    told = desk.call("xaver", Question())
+    assert isinstance(told, Status)
+    assert [(w.rank, w.host, w.pid, w.stage) for w in told.workers] == [
+        (1, "anna", 97, None), (2, "bert", 98, None),
+    ]  # fmt: skip
+    assert [w.last_seen_s for w in told.workers] == [2.0, 2.0]
+    assert (told.script, told.wanted) == (STATUS.script, STATUS.wanted)
+
+
 # -- hiring ----------------------------------------------------------------------------------------
 
 
@@ -268,6 +282,7 @@ def test_anybody_may_ask_how_it_is_going(desk: Desk, is_settled: bool) -> None:
         desk.apply("anna")
         desk.apply("bert")
         desk.settle("anna", "bert")
+        desk.reception.dismiss()  # from now on the boss itself knows of them
     assert desk.call("somebody", Question()) == STATUS
     assert not any(each.caller == b"somebody" for each in desk.reception.present)
 

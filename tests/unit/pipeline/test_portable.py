@@ -435,7 +435,7 @@ def test_an_error_names_the_step() -> None:
     made = sent(*whole(nn.Sequential(square(), nn.Tanh(), square())))
     with pytest.raises(RuntimeError) as caught:
         made(torch.randn(2, WIDTH + 1))
-    assert caught.value.__notes__ == ["in step _0 of this stage"]
+    assert caught.value.__notes__ == ["in layer 0 of this stage"]
     with pytest.raises(TypeError, match="takes 1 values, not 2"):
         made(1, 2)
 

@@ -40,6 +40,15 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
         assert word in text
 
 
+def test_no_more_stages_than_the_model_has_steps() -> None:
+    """All workers were started and waited for, and then one of them said so."""
+    for boss, option in ((True, "--workers"), (False, "--stages")):
+        how = {"boss": boss, "schedule": "gpipe", "transport": "zmq"}
+        assert faults(13, stages=13, microbatches=13, **how) == []
+        (fault,) = faults(14, stages=14, microbatches=14, **how)
+        assert fault.startswith(f"{option} 14: --model mnist-cnn has 13 steps")
+
+
 def test_what_other_hosts_lack_they_tell_themselves() -> None:
     away = TrainSettings(data="mnist", data_dir="/not/here", device="cuda")
     assert len(check(away, 1)) == 2

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shoal.pipeline.graph import read
 from shoal.settings import TrainSettings
 from shoal.train.build import build_model
 from shoal.train.models import zoo
@@ -49,6 +50,11 @@ def test_the_catalogue_lists_all_of_them() -> None:
 def test_how_many_parameters(name: str) -> None:
     assert PARAMETERS[name] == TOTALS[name]
     assert sum(p.numel() for p in build(name).parameters()) == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_many_steps_as_the_catalogue_says(name: str) -> None:
+    assert len(read(build(name)).units) == MODELS[name].num_steps
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
+from processes import until
+from zmq.utils.monitor import recv_monitor_message
 
 from shoal.network import reserve_port
 from shoal.wire import zmq_call
@@ -69,6 +73,43 @@ def test_some_other_program_had_the_port_before() -> None:
             assert is_answered(line, link)
     finally:
         line.__exit__(None, None, None)
+
+
+def test_whoever_leaves_in_the_midst_of_a_greeting_has_refused_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A boss that ended was said to have keys, for as long as no other came."""
+    news: list[int] = []
+
+    def noted(monitor: zmq.Socket[bytes]) -> Any:
+        message = recv_monitor_message(monitor)
+        news.append(int(message["event"]))
+        return message
+
+    monkeypatch.setattr(zmq_call, "recv_monitor_message", noted)
+    other = socket.create_server(("127.0.0.1", 0))
+    with ZmqCall(f"tcp://127.0.0.1:{other.getsockname()[1]}", None, "") as line:
+        connection, _ = other.accept()
+        other.close()
+        connection.close()
+        until(lambda: line.hear(0.05) or zmq.EVENT_CLOSED in news, "nobody is there any more")
+        assert news[0] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        assert line.fault == ""
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_another_key_or_none(tmp_path: Path, has_key: bool) -> None:
+    here, there = new_pair(), new_pair()
+    known = tmp_path / "known"
+    known.write_text(f"{here.public} here\n")
+    keys = Keys(here, AuthorizedKeys(known)) if has_key else None
+    port = reserve_port()
+    with (
+        listening(port, Keys(there, AuthorizedKeys(known))),
+        ZmqCall(f"tcp://127.0.0.1:{port}", keys, here.public) as line,
+    ):
+        until(lambda: line.hear(0.05) or line.fault, "it is known why")
+        assert line.fault == (zmq_call.REFUSED if has_key else zmq_call.NO_KEY)
 
 
 def test_the_key_is_authorized_after_the_first_refusal(tmp_path: Path) -> None:
