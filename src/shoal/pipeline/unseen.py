@@ -148,11 +148,12 @@ class WatchingWrites(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = [*(args[:1] if _writes(func) else ()), kwargs.get("out")]
+        given = (*args, *kwargs.values())  # torch.nn.init gives its tensor by name
+        written = [*(given[:1] if _writes(func) else ()), kwargs.get("out")]
         for each in written:
             for tensor in each if isinstance(each, list | tuple) else [each]:
                 if isinstance(tensor, torch.Tensor):
-                    self._told(tensor, (*args, *kwargs.values()))
+                    self._told(tensor, given)
         return func(*args, **kwargs)
 
 

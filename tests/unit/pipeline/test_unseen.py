@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,8 +189,7 @@ def modules(graph: fx.Graph) -> list[str]:
 
 def line_in(kind: type) -> int:
     """Of the comment "here"; of Sign for what uses it."""
-    with open(__file__) as file:
-        lines = file.read().splitlines()
+    lines = Path(__file__).read_text().splitlines()
     name = "Sign(" if kind is StraightThrough else f"{kind.__name__}("
     first = next(i for i, line in enumerate(lines) if line.startswith(f"class {name}"))
     return next(i for i in range(first, len(lines)) if lines[i].endswith("# here")) + 1
@@ -297,7 +297,7 @@ def test_what_a_model_does_beside_its_forward_is_refused(
 
 
 def test_a_call_of_its_own() -> None:
-    with pytest.raises(ModelError, match="^Called has a __call__ of its own"):
+    with pytest.raises(ModelError, match=r"^Called has a __call__ of its own"):
         trace(Called())
     assert modules(trace(nn.Sequential(Called()))) == ["0.a"]
 
@@ -398,7 +398,7 @@ def test_a_value_of_a_buffer_cannot_decide() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) if self.count > 3 else self.b(x)
 
-    with pytest.raises(ModelError, match="^Net cannot be read by torch.fx"):
+    with pytest.raises(ModelError, match=r"^Net cannot be read by torch\.fx"):
         trace(Net())
     assert modules(trace(nn.Sequential(Net(), nn.ReLU()))) == ["0", "1"]
 
