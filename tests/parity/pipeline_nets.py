@@ -300,6 +300,63 @@ class Branching(nn.Module):
         return out
 
 
+class _Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Teacher(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            teacher = super().forward(x)
+        return _Sign.apply(x) + teacher  # type: ignore[no-any-return]
+
+
+class _Half(nn.Linear):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class _Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.scale *= 1.01
+        with torch.no_grad():
+            self.mean.copy_(0.9 * self.mean + 0.1 * x.mean(0))
+        return (x - self.mean) * self.scale
+
+
+class Unseen(nn.Module):
+    """Modules that do what torch.fx does not see, and steps on buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), _Teacher(6, 6)
+        self.c, self.d, self.e = _Half(6, 6), _Centred(), nn.Linear(6, 3)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 60).view(10, 6))
+        self.register_buffer("sums", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.table[: x.size(0)]
+        x = self.b(torch.tanh(self.a(x) * table))
+        x = self.d(self.c(x).float() * self.table[3])
+        self.sums.mul_(0.9).add_(x.detach().sum(0))
+        out: torch.Tensor = self.e(torch.tanh(x - 0.01 * self.sums))
+        return out
+
+
 # -- with what they are trained --------------------------------------------------------------------
 
 
@@ -388,6 +445,7 @@ JOBS = {
         dict_loss,
     ),
     "in_place": Job(in_place, {2: ["3"], 3: ["1", "5"], 4: ["1", "3", "5"]}),
+    "unseen": Job(Unseen, {2: ["c"], 3: ["b", "d"], 4: ["b", "c", "d"]}),
     "tied": Job(Tied, {2: ["last"], 3: ["there", "last"], 4: ["tanh", "there", "last"]}),
 }
 IN_PLACE_ON_A_VIEW = Job(in_place_on_a_view, {2: ["6"], 3: ["2", "9"], 4: ["2", "6", "9"]})

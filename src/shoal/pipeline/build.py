@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph, attribute
 from shoal.pipeline.layers import model_of
+from shoal.pipeline.unseen import Line, WatchingWrites, memory_of, users_line
 from shoal.wire.tree import Tree, tensors_of
 
 Model = nn.Module | Sequence[Any] | Callable[[], Any]
@@ -30,15 +34,18 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if callable(model):
-        with _weights_on_meta(), torch.random.fork_rng(devices=[]):
+        what = getattr(model, "__name__", str(model))
+        with _weights_on_meta() as beginnings, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = model()
-            if isinstance(made, nn.Module | list | tuple):
-                return as_module(made, example=example)
-        raise ModelError(
-            f"{getattr(model, '__name__', model)} gave a {type(made).__name__}; it must give "
-            "an nn.Module or a list of layers."
-        )
+            if not isinstance(made, nn.Module | list | tuple):
+                raise ModelError(
+                    f"{what} gave a {type(made).__name__}; it must give an nn.Module or a list of "
+                    "layers."
+                )
+            module = as_module(made, example=example)
+        beginnings.check(module, what)
+        return module
     if isinstance(model, str | bytes | dict) or not isinstance(model, Sequence):
         raise ModelError(
             f"a {type(model).__name__} is no model: give an nn.Module, a list of layers, or what "
@@ -49,13 +56,14 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
 
 
 @contextmanager
-def _weights_on_meta() -> Iterator[None]:
+def _weights_on_meta() -> Iterator[_Beginnings]:
     """Modules made meanwhile have their parameters on the meta device, where nothing is computed.
 
     But not those of a layer that cannot say what they begin with (`materialise` could not give them
     back), nor buffers, such as masks and tables of positions: they are as their layer makes them.
     """
     on_meta: Any = WeakIdKeyDictionary()  # by the parameter that it was: one that is tied stays so
+    beginnings = _Beginnings()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or is_lazy(parameter) or not _reset_of(module):
@@ -63,21 +71,70 @@ def _weights_on_meta() -> Iterator[None]:
         if parameter not in on_meta and not parameter.is_meta:
             needs = parameter.requires_grad
             on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=needs)
+            is_other = module._parameters.get(name) is not None
+            beginnings.add(on_meta[parameter], is_other=is_other)
         return on_meta.get(parameter)
 
     hook = register_module_parameter_registration_hook(register)
     try:
-        yield
+        with WatchingWrites(beginnings.note):
+            yield beginnings
     finally:
         hook.remove()
 
 
+class _Beginnings:
+    """Who gives weights on meta the values that they begin with: all but `_RESETS` is lost."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, bool] = {}
+        """By the memory of a weight: whether its layer's reset_parameters() has given it values."""
+        self._lost: list[Line | None] = []
+
+    def add(self, weight: nn.Parameter, *, is_other: bool) -> None:
+        """is_other: its layer had one in its place."""
+        self._given[memory_of(weight)] = False
+        if is_other:
+            self.note(weight)
+
+    def note(self, weight: torch.Tensor, args: object = None) -> None:
+        """That it gets values."""
+        if weight.is_meta:
+            frames = list(traceback.walk_stack(sys._getframe()))
+            if any(map(_is_reset, (frame for frame, _ in frames))):
+                self._given[memory_of(weight)] = True
+            else:
+                self._lost.append(users_line(frames))
+
+    def check(self, model: nn.Module, what: str) -> None:
+        """Raises ModelError where `model`, made by `what`, would begin otherwise."""
+        lost = [f"\n  {line}" for line in dict.fromkeys(self._lost) if line]
+        for name, weight in model.named_parameters():
+            if not self._lost and not self._given.get(memory_of(weight), True):
+                lost.append(f"\n  {name}, which its layer's reset_parameters() leaves as it is")
+        if lost or self._lost:
+            raise ModelError(
+                f"{what} gives its weights values that would be lost: what makes a model is called "
+                "without memory for weights, and each layer then begins with its own "
+                f"reset_parameters().{''.join(lost)}\n"
+                "Ways out: give the model itself instead of what makes it; or let the "
+                "reset_parameters() of the layer that has these weights give them their values."
+            )
+
+
+def _is_reset(frame: FrameType) -> bool:
+    """Of a layer with weights of its own: no other's is called by `materialise`."""
+    code = frame.f_code
+    layer = frame.f_locals.get(code.co_varnames[0]) if code.co_name in _RESETS else None
+    return isinstance(layer, nn.Module) and any(True for _ in layer.parameters(recurse=False))
+
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
 def _reset_of(layer: nn.Module) -> Callable[[], None] | None:
     """What gives a layer's parameters the values that they begin with."""
-    found: Callable[[], None] | None = getattr(
-        layer, "reset_parameters", getattr(layer, "_reset_parameters", None)
-    )
-    return found
+    return next((getattr(layer, name) for name in _RESETS if hasattr(layer, name)), None)
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import fx, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.trace import changes_in_place, trace
+from shoal.pipeline.trace import changes_in_place, keep_whole, line_of, trace
 
 
 @dataclass(frozen=True)
@@ -64,27 +65,10 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     """Raises ModelError if the model cannot be read."""
     was_training = {module: module.training for module in model.modules()}
     try:
-        whole: set[str] = set()
-        training = trace(model.train(), inputs, whole)
-        known = set(whole)
-        evaluating = trace(model.eval(), inputs, whole)
-        if whole != known:  # what is whole in one mode is so in the other
-            training = trace(model.train(), inputs, whole)
+        training, evaluating = _both_modes(model, inputs)
     finally:
         for module, mode in was_training.items():
             module.training = mode
-    steps = [
-        # Constants are numbered through both modes, and are no steps.
-        [(n.name, n.op, n.target) for n in g.nodes if n.op != "get_attr"]
-        for g in (training, evaluating)
-    ]
-    if steps[0] != steps[1]:
-        raise ModelError(
-            f"{type(model).__name__}.forward takes other steps in eval() than in train(); a model "
-            "can be cut only where they are the same. Ways out: put the part that depends on "
-            "self.training into an nn.Module of its own that torch.fx keeps whole, or use "
-            "nn.Dropout and its like instead of asking self.training."
-        )
     return Graph(
         model,
         training,
@@ -93,6 +77,37 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
         [str(node.target) for node in training.nodes if node.op == "placeholder"],
         [node.name for node in training.nodes if _is_unit(node)],
     )
+
+
+def _both_modes(model: nn.Module, inputs: Sequence[str] | None) -> tuple[fx.Graph, fx.Graph]:
+    whole: set[str] = set()
+    while True:
+        training = trace(model.train(), inputs, whole)
+        known = set(whole)
+        evaluating = trace(model.eval(), inputs, whole)
+        if whole != known:  # what is whole in one mode is so in the other
+            continue
+        different = _different_steps(training, evaluating)
+        if not different:
+            return training, evaluating
+        if not any(keep_whole(node, whole) for node in different):
+            raise ModelError(
+                f"{type(model).__name__}.forward takes other steps in eval() than in train(); a "
+                "model can be cut only where they are the same. Ways out: put the part that "
+                "depends on self.training into an nn.Module of its own, which is kept whole; or "
+                "use nn.Dropout and its like instead of asking self.training."
+                + line_of(different[0])
+            )
+
+
+def _different_steps(training: fx.Graph, evaluating: fx.Graph) -> list[fx.Node]:
+    """The first ones that the two modes do not have in common."""
+    # Constants are numbered through both modes, and are no steps.
+    rows = [[n for n in graph.nodes if n.op != "get_attr"] for graph in (training, evaluating)]
+    for pair in zip_longest(*rows):
+        if len({(n.name, n.op, n.target) if n else None for n in pair}) > 1:
+            return [node for node in pair if node]
+    return []
 
 
 def paths_of(node: fx.Node) -> list[str]:
@@ -187,22 +202,53 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
 
 
 def tensors_used(graph: Graph) -> list[set[int]]:
-    """Of each unit: the parameters and buffers that it uses, by id."""
+    """Of each unit: the parameters and buffers that it uses, by id, but those only read."""
     found = []
+    only_read = _only_read(graph)
+    kept = {node.name: node for node in graph.training.nodes if node.op == "get_attr"}
+    roots = memory_roots(graph, graph.training.nodes)
     for node in graph.nodes():
         used: set[int] = set()
         if node.op == "call_module":
             module = graph.model.get_submodule(str(node.target))
             used |= {id(t) for t in [*module.parameters(), *module.buffers()]}
-        for source in node.all_input_nodes:
-            if source.op == "get_attr":
-                used.add(id(attribute(graph.model, str(source.target))))
-        found.append(used)
+        sources = [source for source in node.all_input_nodes if source.op == "get_attr"]
+        if changes_in_place(node, graph.model) and roots[node.name] in kept:
+            sources.append(kept[roots[node.name]])
+        used |= {id(attribute(graph.model, str(source.target))) for source in sources}
+        found.append(used - only_read)
     output = next(node for node in graph.training.nodes if node.op == "output")
     for source in output.all_input_nodes:  # what the model returns is put together by its last unit
         if source.op == "get_attr" and found:
             found[-1].add(id(attribute(graph.model, str(source.target))))
     return found
+
+
+def _only_read(graph: Graph) -> set[int]:
+    """Buffers of which steps take pieces or compute with them: each stage may have its own.
+
+    Others may be changed by the step that is given them (F.batch_norm does so).
+    """
+    found: set[int] = set()
+    changed: set[int] = set()
+    for nodes in (graph.training.nodes, graph.evaluating.nodes):
+        roots = memory_roots(graph, nodes)
+        written = {roots[node.name] for node in nodes if changes_in_place(node, graph.model)}
+        for node in nodes:
+            if node.op == "call_module":
+                changed |= set(map(id, graph.model.get_submodule(str(node.target)).buffers()))
+            elif node.op == "get_attr":
+                tensor = attribute(graph.model, str(node.target))
+                is_read = node.name not in written and all(map(_reads, node.users))
+                is_buffer = not isinstance(tensor, nn.Parameter)
+                (found if is_read and is_buffer else changed).add(id(tensor))
+    return found - changed
+
+
+def _reads(user: fx.Node) -> bool:
+    if getattr(user.target, "__module__", "") == "_operator":
+        return True
+    return user.op == "call_method" and user.target in _VIEWS
 
 
 def attribute(model: nn.Module, path: str) -> object:

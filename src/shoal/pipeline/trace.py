@@ -1,27 +1,40 @@
 """A model read by torch.fx: what it computes, in order, without running it.
 
-A module that cannot be traced (its forward branches on a tensor's value, say) is kept whole, as
-one call. Only when the model's own forward cannot be traced is that an error.
+A module that cannot be read (its forward branches on a tensor's value, say), or that does what
+torch.fx does not see (unseen.py), is kept whole, as one call: its own forward runs in its stage.
+Only when the model's own forward is of that kind is that an error.
 """
 
 from __future__ import annotations
 
 import inspect
-import linecache
 import operator
 import re
+import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
-
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+from shoal.pipeline.unseen import (
+    BufferProxy,
+    Dice,
+    Line,
+    Reading,
+    Unseen,
+    WatchingWrites,
+    fault_of_call,
+    first_difference,
+    memory_in,
+    memory_of,
+    surroundings,
+    users_line,
+    watching_attributes,
+)
 
 WAYS_OUT = (
     "Ways out: move that part into an nn.Module of its own (a module that cannot be read is kept "
@@ -30,25 +43,119 @@ WAYS_OUT = (
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, whole: set[str]) -> None:
+    """Notes steps; raises Unseen where something else is done, which would be lost."""
+
+    def __init__(self, model: nn.Module, whole: set[str]) -> None:
         super().__init__()
         self.failed: str = ""
         """The innermost module in which tracing failed."""
+        self._unseen: Unseen | None = None
         self._whole = whole
+        self._open: list[str] = []
+        """The modules that are being read, the innermost last."""
+        self._is_noting = False
+        self._qualname_counter = Counter()  # fx has one for all readings; two must number alike
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._modules = set(model.modules())
+        self._memory = memory_in(model)
+        self._around = surroundings()
+        self._dice = Dice()
+
+    def read(self, model: nn.Module, fixed: dict[str, Any]) -> fx.Graph:
+        with watching_attributes(self._check_attribute), WatchingWrites(self._check_write):
+            graph = self.trace(model, fixed)
+        self._check_dice()
+        if self._unseen is not None:  # and a forward() has caught it
+            raise self._unseen
+        return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._whole:
+        if module_qualified_name in self._whole or m._backward_hooks or m._backward_pre_hooks:
             return True
         return bool(super().is_leaf_module(m, module_qualified_name))
 
     def call_module(
         self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        try:
+        self._check_around()
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
+        self._open.append(path)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            self._check_dice()
         except Exception:
-            self.failed = self.failed or self.path_of_module(m)
+            self.failed = self.failed or path
             raise
+        self._open.pop()
+        return result
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if kind.startswith("call_"):
+            self._check_around()
+        node = super().create_node(kind, *args, **kwargs)
+        frames = traceback.walk_stack(sys._getframe(1))
+        node.meta[_LINE] = users_line(frames, until=_Tracer.read.__code__)
+        node.meta[_INSIDE] = self._open[-1] if self._open else ""
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        is_made = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
+        if is_made and a.requires_grad and memory_of(a) not in self._memory:
+            self._refuse(
+                "computes with parameters that it does not take by name (as self.fc.weight is), "
+                "so that they would get no gradients from it"
+            )
+        was_noting, self._is_noting = self._is_noting, True
+        try:
+            return super().create_arg(a)
+        finally:
+            self._is_noting = was_noting
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        name = self._buffers.get(id(attr_val))
+        if name is None:
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy(
+                "get_attr", name, (), {}, proxy_factory_fn=lambda n: BufferProxy(n, self, attr_val)
+            )
+        return parameter_proxy_cache[name]
+
+    # -- what would be lost ------------------------------------------------------------------------
+
+    def _check_around(self) -> None:
+        now = surroundings()
+        for what, state in self._around.items():
+            if now[what] != state:
+                self._refuse(f"takes a step inside {what}")
+        self._check_dice()
+
+    def _check_dice(self) -> None:
+        if self._dice.were_thrown():
+            self._refuse("draws random numbers that would be the same ones for every batch")
+
+    def _check_attribute(self, module: nn.Module, name: str) -> None:
+        if module in self._modules and not self._is_noting:
+            self._refuse(f"sets the attribute {name!r}, as it would not do with every batch")
+
+    def _check_write(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        is_step = any(isinstance(each, fx.Proxy) for each in args)
+        is_models = memory_of(tensor) in self._memory
+        if is_step and not is_models:
+            self._refuse("changes in place a tensor that it made, which would be made only once")
+        if is_models and not is_step:
+            self._refuse("changes a tensor of the model, as it would not do with every batch")
+
+    def _refuse(self, what: str) -> NoReturn:
+        self.failed = self.failed or (self._open[-1] if self._open else "")
+        self._unseen = self._unseen or Unseen(what)
+        raise self._unseen
+
+
+_LINE, _INSIDE = "shoal_line", "shoal_inside"
+"""Of a step: where in the user's file it is taken, and in which module's forward()."""
 
 
 def trace(
@@ -60,19 +167,68 @@ def trace(
         that have no default. The others keep their defaults.
     whole: names of modules that are to be kept whole; gets those that have to be.
     """
+    if fault := fault_of_call(model):
+        raise ModelError(fault)
     taken = list(inputs) if inputs is not None else _required(model)
     fixed = _fixed(model, taken)
     whole = set() if whole is None else whole
-    while True:
-        tracer = _Tracer(whole)
-        try:
-            graph = tracer.trace(model, fixed)
-        except Exception as error:
-            if tracer.failed and tracer.failed not in whole:
-                whole.add(tracer.failed)
-                continue
-            raise ModelError(_unreadable(model, error)) from error
-        return _without_guards(graph, model, fixed)
+    dice = Dice()
+    try:
+        while (graph := _read_twice(model, fixed, whole)) is None:
+            pass
+    finally:
+        dice.put_back()
+    return _without_guards(graph, model, fixed)
+
+
+def _read_twice(model: nn.Module, fixed: dict[str, Any], whole: set[str]) -> fx.Graph | None:
+    """With gradients and without, which must be the same.
+
+    None: there is one more in `whole`, and the model is to be read anew.
+    """
+    readings: list[Reading] = []
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients):
+            tracer = _Tracer(model, whole)
+            known = set(vars(model))
+            try:
+                graph = tracer.read(model, fixed)
+            except Exception as error:
+                if tracer.failed and tracer.failed not in whole:
+                    whole.add(tracer.failed)
+                    return None
+                raise ModelError(_unreadable(model, error)) from error
+            finally:
+                made = {name: vars(model).pop(name) for name in set(vars(model)) - known}
+            readings.append(Reading(graph, made))
+    different = first_difference(*readings)
+    if different is not None:
+        if keep_whole(different, whole):
+            return None
+        raise ModelError(
+            f"{type(model).__name__}.forward does not do the same when it is called again: it "
+            "depends on more than its inputs (what it keeps in a list, the time, "
+            f"torch.is_grad_enabled()), which torch.fx does not see.{line_of(different)}\n"
+            + WAYS_OUT
+        )
+    for name, constant in readings[0].constants.items():
+        setattr(model, name, constant)
+    return readings[0].graph
+
+
+def keep_whole(node: fx.Node, whole: set[str]) -> bool:
+    """Adds the module in whose forward a step is. False: it is the model's own."""
+    inside = str(node.meta.get(_INSIDE, ""))
+    if not inside or inside in whole:
+        return False
+    whole.add(inside)
+    return True
+
+
+def line_of(node: fx.Node) -> str:
+    """Where in the user's own file a step is, as a line of a message; may be nothing."""
+    line: Line | None = node.meta.get(_LINE)
+    return f"\n  {line}" if line else ""
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -159,11 +315,11 @@ _OPERATORS_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "
 
 def _unreadable(model: nn.Module, error: Exception) -> str:
     """Where in the user's own file it stopped, and what to do."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_TORCH, _HERE, "<"))]
-    text = f"{type(model).__name__} cannot be read by torch.fx: {error}"
-    if own:
-        frame = own[-1]
-        line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-        text += f"\n  {frame.filename}:{frame.lineno}: {line}"
-    return f"{text}\n{WAYS_OUT}"
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    what = type(model).__name__
+    if isinstance(error, Unseen):
+        text = f"{what}.forward {error}: torch.fx does not see that, and it would be lost."
+    else:
+        text = f"{what} cannot be read by torch.fx: {error}"
+    line = users_line(frames)
+    return "\n".join([text, *([f"  {line}"] if line else []), WAYS_OUT])

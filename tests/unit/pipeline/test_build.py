@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -391,15 +393,113 @@ def test_a_layer_that_can_reset_its_parameters_keeps_its_tables() -> None:
     assert model.weight.abs().sum() > 0
 
 
+class Scale(nn.Module):
+    """Is given its weight, and says itself what it begins with."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
 def test_one_parameter_given_to_two_layers_stays_one() -> None:
     def make() -> nn.Module:
-        first, second = square(), square()
-        first.weight = second.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-        return nn.Sequential(first, second)
+        weight = nn.Parameter(torch.zeros(WIDTH))
+        return nn.Sequential(Scale(weight), Scale(weight))
 
     model = as_module(make)
     assert model[0].weight is model[1].weight
     assert model[0].weight.is_meta
+
+
+# -- values that a model gives its weights itself --------------------------------------------------
+
+
+def constant(model: nn.Sequential) -> None:
+    nn.init.constant_(model[0].bias, 7.0)  # here
+
+
+def by_data(model: nn.Sequential) -> None:
+    model[0].weight.data.normal_(0.0, 0.02)  # here
+
+
+def a_row(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight[0] = 1.0  # here
+
+
+def applied(model: nn.Sequential) -> None:
+    model.apply(lambda m: nn.init.zeros_(m.bias) if isinstance(m, nn.Linear) else None)  # here
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))  # here
+
+
+def loaded(model: nn.Sequential) -> None:
+    model.load_state_dict(nn.Sequential(square(), nn.ReLU()).state_dict())  # here
+
+
+def copied(model: nn.Sequential) -> None:
+    model.append(copy.deepcopy(model[0]))
+    nn.init.zeros_(model[2].weight)  # here
+
+
+@pytest.mark.parametrize("init", [constant, by_data, a_row, applied, replaced, loaded, copied])
+@pytest.mark.filterwarnings("ignore:.*is a no-op.*")
+def test_values_that_would_be_lost_on_meta_are_told(init: Callable[[nn.Sequential], None]) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(square(), nn.ReLU())
+        init(model)
+        return model
+
+    with pytest.raises(ModelError) as caught:
+        as_module(make)
+    text = str(caught.value)
+    assert text.startswith("make gives its weights values that would be lost")
+    lines, first = inspect.getsourcelines(init)
+    line = first + next(i for i, each in enumerate(lines) if each.endswith("# here\n"))
+    assert text.count(f"\n  {__file__}:{line}: ") == 1
+    assert "Ways out: give the model itself" in text
+    assert not is_on_meta(as_module(make()))  # which is the way out
+
+
+def test_weights_that_reset_parameters_leaves_out_are_told() -> None:
+    """They would begin with whatever was in memory."""
+
+    class Half(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    for make, name in (
+        (lambda: nn.Sequential(Half()), "0.gain"),
+        (lambda: nn.Embedding.from_pretrained(torch.ones(3, 2)), "weight"),
+    ):
+        with pytest.raises(ModelError, match=rf"\n  {name}, which its layer's reset_parameters"):
+            as_module(make)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Embedding(3, WIDTH, padding_idx=0),
+        lambda: nn.LSTM(WIDTH, WIDTH, proj_size=2),
+        lambda: nn.MultiheadAttention(WIDTH, 2, kdim=3, vdim=3, add_bias_kv=True),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, batch_first=True), 2),
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2]),
+        lambda: nn.Sequential(nn.PReLU(), nn.RMSNorm(WIDTH), nn.BatchNorm1d(WIDTH)),
+    ],
+    ids=["Embedding", "LSTM", "MultiheadAttention", "Encoder", "Softmax", "Norms"],
+)
+def test_layers_of_torch_give_their_weights_values_by_reset_parameters(make: Any) -> None:
+    assert is_on_meta(as_module(make))
 
 
 def test_layers_made_on_meta_that_cannot_be_given_weights_are_named_together() -> None:
