@@ -15,7 +15,7 @@ from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import materialise
-from shoal.pipeline.graph import Graph, attribute, paths_of, shared
+from shoal.pipeline.graph import Graph, attribute, changed_in_place, paths_of, shared
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule
@@ -44,7 +44,8 @@ def choose_cuts(
     if schedule is not None:
         alive = schedule.most_alive(0)
         units = [replace(unit, kept_bytes=unit.kept_bytes * alive) for unit in units]
-    together = [*shared(graph), *(pair for value in values for pair in _bound(value))]
+    together = [*shared(graph), *changed_in_place(graph)]
+    together += [pair for value in values for pair in _bound(value)]
     if schedule is None:
         return cut(units, values, num_stages, costs, together)
     if schedule.name == "sequential":

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.graph import read
+from shoal.pipeline.graph import check_in_place, read
 from shoal.pipeline.partition import Costs, Unit, Value
 from shoal.pipeline.profile import choose_cuts, profile
+from shoal.pipeline.schedule import make_schedule
 from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
 
 WIDTH = 16
@@ -329,6 +330,32 @@ def test_cuts_do_not_part_what_is_shared() -> None:
     inputs = {graph.inputs[0]: torch.randn(3, WIDTH)}
     assert choose_cuts(graph, inputs, 2, Costs()) == [3]
     with pytest.raises(ModelError):
+        choose_cuts(graph, inputs, 3, Costs())
+
+
+class Clamped(nn.Module):
+    """Nothing may be cut between `a` and the sum; the rest takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.m, self.b = square(), square(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.clamp_(min=0)
+        return self.b(self.m(h) + h)
+
+
+@pytest.mark.parametrize("schedule", [None, ("sequential", 1), ("1f1b", 1), ("1f1b", 4)])
+def test_cuts_do_not_part_a_change_in_place_from_who_sees_it(schedule: Any) -> None:
+    """They would be refused, whoever chose them."""
+    graph = read(Clamped())
+    inputs = {graph.inputs[0]: torch.rand(8, WIDTH)}
+    made = schedule and make_schedule(schedule[0], 2, schedule[1])
+    (cut,) = choose_cuts(graph, inputs, 2, Costs(), made, [1.0] * (schedule or (0, 1))[1])
+    assert graph.units[cut] == "b"
+    check_in_place(graph, [cut])
+    with pytest.raises(ModelError, match="'a' and 'add'"):
         choose_cuts(graph, inputs, 3, Costs())
 
 
