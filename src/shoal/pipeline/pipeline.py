@@ -26,7 +26,7 @@ from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, m
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import Plan, ReplicaPlace, check_loss, check_optimizer, plan_faults, terms
-from shoal.pipeline.profile import choose_cuts_of_batch
+from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.runner import Runner
@@ -86,7 +86,9 @@ class Pipeline:
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
-            self._build(cuts_at(graph, plan.cuts, plan.stages))
+            cuts = cuts_at(graph, plan.cuts, plan.stages)
+            self._try_shapes(graph, example)
+            self._build(cuts)
         elif plan.stages == 1 or example is not None:
             self.prepare(example)
 
@@ -114,9 +116,24 @@ class Pipeline:
             raise ModelError(fault)
         self._build(chosen or [])
 
-    def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
+    def _try_shapes(self, graph: Graph, x: Tree) -> None:
+        """With no profile to find it: does every step take what comes to it, where x is known?"""
+        fault = ""
+        if self._crew.rank == 0 and x is not None:
+            try:
+                check_shapes(graph, *self._in_parts(x))
+            except ModelError as error:
+                fault = str(error)
+        fault = self._crew.exchange("the shapes of the model", fault)[0]
+        if fault:
+            raise ModelError(fault)
+
+    def _in_parts(self, x: Tree) -> tuple[dict[str, Tree], list[Share]]:
         named = self._named_inputs(x)
-        parts = self._parts(micro_batches.num_samples(named, "x"))
+        return named, self._parts(micro_batches.num_samples(named, "x"))
+
+    def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
+        named, parts = self._in_parts(x)
         schedule = self._schedule(self.plan.schedule, len(parts))
         return choose_cuts_of_batch(graph, named, parts, costs, schedule)
 
@@ -294,12 +311,10 @@ class Pipeline:
         self._num_begun += 1
         inputs: list[dict[str, Tree]] = []
         if self.stage_number == 0:
-            named = self._named_inputs(x)
-            samples = micro_batches.num_samples(named, "x")
-            announced = [what, self._num_begun, samples, self._is_training]
+            named, parts = self._in_parts(x)
+            announced = [what, self._num_begun, parts[0].total, self._is_training]
             for rank in self._ranks[1:]:
                 self._link.isend(announced, rank, "begin")
-            parts = self._parts(samples)
             inputs = micro_batches.split(named, parts)
         else:
             with self.timeline.span("wait"):

@@ -149,6 +149,8 @@ def terms(plan: Plan) -> list[str]:
         f"{plan.stages} stages",
         plan.schedule,
         f"{1 if plan.schedule == 'sequential' else plan.microbatches} micro-batches",
+        # Which ones they are is compared where all have found theirs in the model.
+        "cuts by a profile" if plan.cuts is None else "cuts given",
         f"loss is a {plan.reduction}" if plan.loss else "no loss",
         "an optimizer" if plan.optimizer else "no optimizer",
         f"clip_norm {plan.clip_norm}",

@@ -34,6 +34,7 @@ PLAN = Plan(stages=2, microbatches=4, loss=F.mse_loss, optimizer=torch.optim.SGD
         {"loss": None},
         {"seed": 7},
         {"stages": 3},
+        {"cuts": ["fc"]},
     ],
 )
 def test_terms_that_differ(other: dict[str, Any]) -> None:
