@@ -182,6 +182,17 @@ def fault_no_loss_no_optimizer(crew: shoal.JoinedCrew) -> None:
     refused(crew, ["ModelError", "optimizer="], pipe.update)
 
 
+def fault_a_state_of_another_model(crew: shoal.JoinedCrew) -> None:
+    cuts = ["b", "c", "d"][: crew.size - 1]
+    pipe = crew.pipeline(PairOut(), cuts=cuts, transport="dist")
+    state = pipe.state_dict()
+    if crew.rank == 0:
+        state["a.wieght"] = state.pop("a.weight")
+        state["b.bias"] = state["b.bias"][:-1]
+    words = ["ModelError", "it has no a.weight", "the model has no a.wieght", "b.bias is ("]
+    refused(crew, words, lambda: pipe.load_state_dict(state))
+
+
 def hybrid_fault_unknown_sync(crew: shoal.JoinedCrew) -> None:
     refused(
         crew,

@@ -10,7 +10,7 @@ the loss, which comes from the last stage; between them everything follows the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -82,7 +82,8 @@ class Pipeline:
         crew.agree("the model", outline(graph))
         self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
         """Each as a value of the graph, and as `forward` calls it."""
-        self._names = list(module.state_dict())
+        self._shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+        """Of the whole model's state, in its order."""
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
@@ -166,7 +167,7 @@ class Pipeline:
         ]
         mine = names[self.stage_number]
         used = {name for each in names for name in each}
-        stray = [name for name in self._names if name not in used and self.stage_number == 0]
+        stray = [name for name in self._shapes if name not in used and self.stage_number == 0]
         if self._is_own_init and is_on_meta(graph.model):
             materialise(graph.model, self.plan.seed, device, {*mine, *stray})
         state = graph.model.state_dict()
@@ -433,7 +434,7 @@ class Pipeline:
             self._link.isend(mine, rank, "norms")
         for rank in others:
             norms |= self._link.recv(rank, "norms")
-        order = [name for name in self._names if name in norms]
+        order = [name for name in self._shapes if name in norms]
         if not order:  # as in one process, where nothing is trained
             return torch.zeros((), device=self._crew.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
@@ -444,28 +445,23 @@ class Pipeline:
         return total
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole, on rank 0, as a plain model's; empty on the others."""
-        mine = self.module.state_dict()
+        """Whole, on rank 0, as a plain model's, and a copy; empty on the others."""
+        mine = {**self.module.state_dict(), **self._stray}
         if self.replica != 0:
             return {}
-        mine |= self._stray
         if self._crew.rank != 0:
             self._link.send(mine, 0, "state")
             return {}
+        state = {name: tensor.clone() for name, tensor in mine.items()}
         for rank in self._ranks[1:]:
-            mine |= self._link.recv(rank, "state")
-        return {name: mine[name] for name in self._names}
+            state |= self._link.recv(rank, "state")
+        return {name: state[name] for name in self._shapes}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
-        """A whole state on rank 0; the others may give None."""
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """A whole state, and nothing else, on rank 0; the others may give None."""
         names = list(self.module.state_dict())
-        fault = ""
-        if self._crew.rank == 0:
-            missing = [name for name in self._names if name not in (state or {})]
-            if missing:
-                shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-                fault = f"load_state_dict: rank 0 needs the whole state; it has no {shown}."
-        told = self._crew.exchange("names of parameters", [names, fault])
+        faults = self._state_faults(state or {}) if self._crew.rank == 0 else []
+        told = self._crew.exchange("names of parameters", [names, faults])
         if told[0][1]:
             raise ModelError(told[0][1])
         if self._crew.rank != 0:
@@ -478,8 +474,27 @@ class Pipeline:
         for name, tensor in self._stray.items():
             tensor.copy_(state[name])
 
+    def _state_faults(self, state: Mapping[str, torch.Tensor]) -> list[str]:
+        """What a plain model's strict load_state_dict would refuse."""
+        faults = []
+        if missing := [name for name in self._shapes if name not in state]:
+            faults.append(
+                f"load_state_dict: rank 0 needs the whole state; it has no {_few(missing)}."
+            )
+        if unknown := [name for name in state if name not in self._shapes]:
+            faults.append(f"load_state_dict: the model has no {_few(unknown)}.")
+        return faults + [
+            f"load_state_dict: {name} is {tuple(state[name].shape)}, and the model's is {shape}."
+            for name, shape in self._shapes.items()
+            if name in state and tuple(state[name].shape) != shape
+        ]
+
     def close(self) -> None:
         self._averages.close()
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _told(announced: Sequence[Any]) -> str:
