@@ -62,6 +62,14 @@ def fault_unknown_schedule(crew: shoal.JoinedCrew) -> None:
     )
 
 
+def fault_unknown_transport(crew: shoal.JoinedCrew) -> None:
+    refused(
+        crew,
+        ["SettingsError", "transport='tcp': unknown. Known: zmq, dist."],
+        lambda: crew.pipeline(sequential(), transport="tcp"),
+    )
+
+
 def fault_unknown_cut(crew: shoal.JoinedCrew) -> None:
     cuts = ["covn2", *["fc1", "fc2"][: crew.size - 2]]
     refused(

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph, attribute
 from shoal.pipeline.layers import model_of
+from shoal.settings import kind_of
 from shoal.wire.tree import Tree, tensors_of
 
 Model = nn.Module | Sequence[Any] | Callable[[], Any]
@@ -36,12 +37,12 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
             if isinstance(made, nn.Module | list | tuple):
                 return as_module(made, example=example)
         raise ModelError(
-            f"{getattr(model, '__name__', model)} gave a {type(made).__name__}; it must give "
+            f"{getattr(model, '__name__', model)} gave {kind_of(made)}; it must give "
             "an nn.Module or a list of layers."
         )
     if isinstance(model, str | bytes | dict) or not isinstance(model, Sequence):
         raise ModelError(
-            f"a {type(model).__name__} is no model: give an nn.Module, a list of layers, or what "
+            f"{kind_of(model)} is no model: give an nn.Module, a list of layers, or what "
             "makes one of them."
         )
     shapes = [tuple(tensor.shape) for tensor in tensors_of(example).values()]

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from shoal.errors import ModelError
 from shoal.pipeline.trace import changes_in_place, trace
+from shoal.settings import counted
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
             cuts.append(number)
     if len(names) != num_stages - 1:
         faults.append(
-            f"{num_stages} stages need {num_stages - 1} cuts; {len(names)} given: "
+            f"it takes {counted(num_stages - 1, 'cut')} to make {counted(num_stages, 'stage')}; "
+            f"{len(names)} given: "
             f"{', '.join(names) or 'none'}."
         )
     if faults:

@@ -33,6 +33,7 @@ from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
+from shoal.settings import kind_of
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
@@ -342,7 +343,7 @@ class Pipeline:
             return {value: each for (value, _), each in zip(self._inputs, x, strict=True)}
         if len(names) == 1 and x is not None:
             return {self._inputs[0][0]: x}
-        got = "nothing" if x is None else f"a {type(x).__name__}"
+        got = "nothing" if x is None else kind_of(x)
         if isinstance(x, dict | tuple | list):
             got += f" of {len(x)}"
         raise ModelError(f"x: the model takes {', '.join(names)}; got {got}.")

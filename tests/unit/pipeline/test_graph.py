@@ -418,10 +418,10 @@ def test_cuts_in_the_wrong_order(names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "num_stages", "says"),
     [
-        (["fc1"], 3, "3 stages need 2 cuts; 1 given: fc1."),
-        (["conv2", "fc1"], 2, "2 stages need 1 cuts; 2 given: conv2, fc1."),
-        ([], 2, "2 stages need 1 cuts; 0 given: none."),
-        (["fc1"], 1, "1 stages need 0 cuts; 1 given: fc1."),
+        (["fc1"], 3, "it takes 2 cuts to make 3 stages; 1 given: fc1."),
+        (["conv2", "fc1"], 2, "it takes 1 cut to make 2 stages; 2 given: conv2, fc1."),
+        ([], 2, "it takes 1 cut to make 2 stages; 0 given: none."),
+        (["fc1"], 1, "it takes 0 cuts to make 1 stage; 1 given: fc1."),
     ],
 )
 def test_the_wrong_number_of_cuts(names: list[str], num_stages: int, says: str) -> None:
@@ -431,7 +431,7 @@ def test_the_wrong_number_of_cuts(names: list[str], num_stages: int, says: str) 
 def test_all_faults_of_cuts_at_once() -> None:
     faults = cut_faults(MnistCnn(), ["conv1", "fc2", "fc3", "conv2"], 3)
     assert [fault.partition(":")[0] for fault in faults] == [
-        "cut conv1", "cut fc3", "cut conv2", "3 stages need 2 cuts; 4 given"
+        "cut conv1", "cut fc3", "cut conv2", "it takes 2 cuts to make 3 stages; 4 given"
     ]  # fmt: skip
 
 
