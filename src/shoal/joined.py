@@ -209,7 +209,8 @@ class JoinedCrew(Crew):
         )
         faults = plan_faults(plan, self.size) + unknown("sync=", sync, SYNCS)
         if link is None:
-            faults += unknown("transport=", transport, TRANSPORTS)
+            known = [each for each in TRANSPORTS if each != "memory" or self.size == 1]
+            faults += unknown("transport=", transport, known)
         if faults:
             raise SettingsError(faults)
         if note := whole_batch_note("microbatches=", schedule, microbatches):

@@ -215,14 +215,19 @@ def stage_faults(
         found.append(f"{told(of_microbatches, microbatches)}: must be at least 1.")
     if cuts is not None and len(cuts) != stages - 1:
         found.append(
-            f"{of_cuts}: {stages} stages have {stages - 1} cuts between them; {len(cuts)} given "
-            f"({', '.join(cuts) or 'none'})."
+            f"{of_cuts}: it takes {counted(stages - 1, 'cut')} to make {counted(stages, 'stage')}; "
+            f"{len(cuts)} given ({', '.join(cuts) or 'none'})."
         )
     return found
 
 
 def default_microbatches(schedule: str, stages: int) -> int:
     return 1 if schedule == "sequential" else 2 * stages
+
+
+def microbatches_made(settings: TrainSettings, num_replicas: int) -> int:
+    """Of a replica's full batch: each has a sample at least."""
+    return min(settings.microbatches, -(-settings.batch_size // num_replicas))
 
 
 def whole_batch_note(option: str, schedule: str | None, microbatches: int) -> str:
@@ -240,6 +245,16 @@ def link_faults(sync: str, has_link: bool, option: str = "--sync") -> list[str]:
         f"{told(option, sync)}: is a collective of torch.distributed's and goes over no other "
         f"transport. Over zmq go: {', '.join(LINK_SYNCS)}."
     ]
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def kind_of(value: object) -> str:
+    """What it is, in a sentence: `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def told(option: str, value: object) -> str:

@@ -57,6 +57,11 @@ class Branching(nn.Module):
         return self.layer(-x)
 
 
+def misfit() -> nn.Module:
+    """Two layers do not take what comes to them."""
+    return nn.Sequential(nn.Linear(1, 4), nn.Linear(5, 4), nn.Linear(3, 1))
+
+
 class _LastLayer(nn.Module):
     """Kept whole, since it branches; fails in its fifth forward pass."""
 

@@ -16,6 +16,11 @@ for what in sys.argv[1:]:
         words = dict(cuts=["2"], loss=F.mse_loss, optimizer=torch.optim.SGD, schedule="1f1b")
         if what == "schedule" and crew.rank:
             words["schedule"] = "gpipe"
+        if what == "cuts" and crew.rank:
+            del words["cuts"]
+        if what == "shapes":
+            net[2] = nn.Linear(3, 2)
+            words["example"] = x if crew.rank == 0 else None
         if what == "optimizer":
             words["optimizer"] = torch.optim.LBFGS
         if what == "frozen":
@@ -39,6 +44,8 @@ for what in sys.argv[1:]:
 SENTENCES = {
     "words": "- stages='2': must be a whole number.",
     "schedule": "do not agree on how the model is trained",
+    "cuts": "do not agree on how the model is trained",
+    "shapes": "module 2 (Linear) does not take what comes to it, of shapes (1, 2)",
     "optimizer": "LBFGS: its step() needs a closure",
     "empty": "x: the batch is empty",
     "loss": "loss=: gave a tensor of shape (2, 2); it must give one number, the mean",

@@ -88,6 +88,10 @@ def test_stages_started_by_hand(start_warm) -> None:
             ("--stages", "2", "--model", "broken_models:Branching"),
             ["cannot be read by torch.fx", "broken_models.py:", "if x.sum() > 0:", "Ways out"],
         ),
+        (
+            ("--stages", "2", "--cut", "1", "--model", "broken_models:misfit"),
+            ["module 1 (Linear) does not take", "module 2 (Linear) does not take"],
+        ),
     ],
 )
 def test_refused_with_the_remedy(start, options: tuple[str, ...], texts: list[str]) -> None:

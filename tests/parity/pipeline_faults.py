@@ -62,6 +62,14 @@ def fault_unknown_schedule(crew: shoal.JoinedCrew) -> None:
     )
 
 
+def fault_unknown_transport(crew: shoal.JoinedCrew) -> None:
+    refused(
+        crew,
+        ["SettingsError", "transport='tcp': unknown. Known: zmq, dist."],
+        lambda: crew.pipeline(sequential(), transport="tcp"),
+    )
+
+
 def fault_unknown_cut(crew: shoal.JoinedCrew) -> None:
     cuts = ["covn2", *["fc1", "fc2"][: crew.size - 2]]
     refused(
@@ -180,6 +188,17 @@ def fault_no_loss_no_optimizer(crew: shoal.JoinedCrew) -> None:
     pipe = crew.pipeline(PairOut(), cuts=cuts, transport="dist")
     refused(crew, ["ModelError", "loss="], lambda: pipe.step(*rows(4, 0)))
     refused(crew, ["ModelError", "optimizer="], pipe.update)
+
+
+def fault_a_state_of_another_model(crew: shoal.JoinedCrew) -> None:
+    cuts = ["b", "c", "d"][: crew.size - 1]
+    pipe = crew.pipeline(PairOut(), cuts=cuts, transport="dist")
+    state = pipe.state_dict()
+    if crew.rank == 0:
+        state["a.wieght"] = state.pop("a.weight")
+        state["b.bias"] = state["b.bias"][:-1]
+    words = ["ModelError", "it has no a.weight", "the model has no a.wieght", "b.bias is ("]
+    refused(crew, words, lambda: pipe.load_state_dict(state))
 
 
 def hybrid_fault_unknown_sync(crew: shoal.JoinedCrew) -> None:

@@ -19,6 +19,7 @@ from shoal.settings import (
     cache_dir,
     config_folder,
     faults,
+    microbatches_made,
     shared_settings,
     threads_each,
     unknown,
@@ -193,7 +194,7 @@ def test_threads_of_all_processes_fit_the_cores_we_may_use() -> None:
         (
             {"stages": 3, "schedule": "1f1b", "cuts": ["fc3"]},
             3,
-            "3 stages have 2 cuts between them; 1 given (fc3)",
+            "it takes 2 cuts to make 3 stages; 1 given (fc3)",
         ),
         ({"schedule": "gpipe"}, 2, "--schedule: is about stages, and there is one"),
         ({"microbatches": 2}, 2, "--microbatches: is about stages, and there is one"),
@@ -211,3 +212,11 @@ def test_stages_share_a_batch_out_over_replicas_only() -> None:
     settings = TrainSettings(stages=4, schedule="1f1b", batch_size=1, sync="ddp", transport="zmq")
     assert faults(settings, 4) == []
     assert "over 2 replicas" in faults(settings, 8)[0]
+
+
+def test_micro_batches_that_are_made() -> None:
+    """A header said 200 of a batch of 128."""
+    made = TrainSettings(batch_size=128, stages=2, schedule="1f1b", microbatches=200)
+    assert microbatches_made(made, 1) == 128
+    assert microbatches_made(made, 3) == 43
+    assert microbatches_made(msgspec.structs.replace(made, microbatches=8), 2) == 8

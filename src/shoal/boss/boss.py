@@ -38,7 +38,7 @@ from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, m
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import name_faults, whole_number_faults
 from shoal.pipeline.portable import pack, to_data
-from shoal.pipeline.profile import choose_cuts_of_batch
+from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.schedule import make_schedule
 from shoal.pipeline.split import stage_module, values_made
@@ -160,12 +160,18 @@ class Boss:
             self._model.leave()
             self._optimizer = None
         self._model = placed
+        named: dict[str, Tree] | None = None
+        if example is not None:
+            named = placed.named(example if isinstance(example, tuple) else (example,), {})
         if cuts is not None:
-            self._spread(cuts_at(graph, cuts, self._wanted))
+            found = cuts_at(graph, cuts, self._wanted)
+            if named is not None:
+                check_shapes(graph, named, placed.parts(named))
+            self._spread(found)
         elif self._wanted == 1:
             self._spread([])
-        elif example is not None:
-            self._prepare(placed.named(example if isinstance(example, tuple) else (example,), {}))
+        elif named is not None:
+            self._prepare(named)
         return placed
 
     def _prepare(self, named: dict[str, Tree] | None) -> None:

@@ -37,12 +37,13 @@ from shoal.boss.orders import (
 from shoal.errors import ModelError, PeerLost, WireError
 from shoal.pipeline.build import materialise
 from shoal.pipeline.known import Allowed
+from shoal.pipeline.lying import packed, unpacked
 from shoal.pipeline.portable import unpack
 from shoal.pipeline.rebuild import fill, from_data
 from shoal.pipeline.routes import Port, Routes
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import Schedule, backward_only, forward_only, make_schedule
-from shoal.pipeline.stage import Roots, Stage, leaves_of, needing
+from shoal.pipeline.stage import Arrival, Roots, Stage, arrivals_of, needing
 from shoal.pipeline.timeline import Timeline
 from shoal.wire.inbox import ReceiveJob
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
@@ -71,7 +72,7 @@ class Hand:
         self._runner: Runner | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss: nn.Module | None = None
-        self._input_leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._arrivals: dict[tuple[int, int], list[Arrival]] = {}
         """By call and micro-batch, in the first stage: inputs whose gradients the boss wants."""
         self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
         """In the last stage: what it gave the boss, and gets gradients for."""
@@ -166,7 +167,7 @@ class Hand:
         )
         ranks = range(1, routes.num_stages + 1)
         self._runner = Runner(self._stage, self._link, ranks, self._timeline, self._wait)
-        self._input_leaves.clear()
+        self._arrivals.clear()
         self._outputs.clear()
 
     def _make_optimizer(self, order: MakeOptimizer) -> None:
@@ -206,12 +207,12 @@ class Hand:
     def _feed(self, call: int, keep: bool) -> Callable[[int], dict[str, Tree]]:
         def feed(number: int) -> dict[str, Tree]:
             message = self._wait(self._link.irecv(BOSS, f"input {call} {number}"))
-            values, leaves = {}, []
+            values, arrivals = {}, []
             for name, (tree, needs) in message.items():
-                values[name], found = leaves_of(_to(tree, self._device), needs)
-                leaves += found
+                values[name], found = arrivals_of(_to(tree, self._device), needs)
+                arrivals += found
             if keep:
-                self._input_leaves[call, number] = leaves
+                self._arrivals[call, number] = arrivals
             return values
 
         return feed
@@ -227,13 +228,13 @@ class Hand:
         def begin(number: int) -> Roots:
             gradients = self._wait(self._link.irecv(BOSS, f"gradient {order.call} {number}"))
             outputs = self._outputs.pop((order.call, number))
-            pairs = zip(outputs, _to(gradients, self._device), strict=True)
+            pairs = zip(outputs, map(unpacked, _to(gradients, self._device)), strict=True)
             return [(output, gradient) for output, gradient in pairs if gradient is not None]
 
         self._run(schedule, order.call, begin=begin)
         if self.stage.number == 0:
             gradients = [
-                [leaf.grad for leaf in self._input_leaves.pop((order.call, number))]
+                [packed(each.gradient) for each in self._arrivals.pop((order.call, number))]
                 for number in range(order.num_parts)
             ]
         if self.stage.number == 0 and order.wants_inputs:
@@ -278,7 +279,7 @@ class Hand:
     def _forget(self, calls: list[int]) -> None:
         for call in calls:
             self.stage.forget(call)
-        for kept in (self._input_leaves, self._outputs):
+        for kept in (self._arrivals, self._outputs):
             for key in [key for key in kept if key[0] in calls]:
                 del kept[key]
 
@@ -339,7 +340,7 @@ class Hand:
         self._link.discard(*DATA_TAGS)
         if self._stage is not None:
             self._stage.forget()
-        self._input_leaves.clear()
+        self._arrivals.clear()
         self._outputs.clear()
         self._send(number, "recovered")
 

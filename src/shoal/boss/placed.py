@@ -21,6 +21,7 @@ from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State, Zero
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
+from shoal.pipeline.lying import packed, unpacked
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 Prepare = Callable[[dict[str, Tree] | None], None]
@@ -313,11 +314,11 @@ class Call:
             cut = [
                 g if g is None or whole or not g.dim() else g[part.start : part.stop] for g in given
             ]
-            desk.send(cut, desk.ranks[-1], f"gradient {self.number} {number}")
+            desk.send([packed(g) for g in cut], desk.ranks[-1], f"gradient {self.number} {number}")
         if not self.wants_inputs:
             return []
-        received: list[Any] = desk.recv(1, f"input gradient {self.number}")
-        return received
+        received = desk.recv(1, f"input gradient {self.number}")
+        return [[unpacked(each) for each in of_part] for of_part in received]
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

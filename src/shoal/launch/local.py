@@ -31,6 +31,9 @@ CAUSE_GRACE_S = 2.0
 """How long to look for the cause when the first rank to end only lost a peer."""
 TRACEBACK_HOLD_S = 1.0
 """How long a traceback is held back, to see whether its rank was the one to blame."""
+CONSEQUENCE_HOLD_S = 10.0
+"""The same, of one that says that a peer was lost: its rank is about to end, and another is the
+cause. On a busy host both take their time."""
 
 EVENTS_FD = "{events_fd}"
 """In a command: stands for the descriptor that the rank writes its events to."""
@@ -193,8 +196,11 @@ class _Supervisor:
     def _release_held(self) -> None:
         """A traceback whose rank lives on was only logged: show it."""
         for rank in self._running:
-            held = rank.held_since
-            if held is not None and time.monotonic() - held > TRACEBACK_HOLD_S:
+            if rank.held_since is None:
+                continue
+            is_echo = is_consequence(rank.lines["stderr"].tail)
+            limit_s = CONSEQUENCE_HOLD_S if is_echo else TRACEBACK_HOLD_S
+            if time.monotonic() - rank.held_since > limit_s:
                 self._show_held(rank)
 
     def _show_held(self, rank: _Rank) -> None:

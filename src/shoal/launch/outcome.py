@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.errors import EXIT_FAILED
+from shoal.errors import EXIT_FAILED, EXIT_USAGE
 from shoal.report import events
 
 PEER_LOST_WORDS = (
@@ -85,6 +85,9 @@ def is_consequence(stderr_tail: Sequence[str]) -> bool:
 
 def describe(end: RankEnd) -> str:
     """The paragraph that is shown once."""
+    if end.message and not end.traceback and end.return_code == EXIT_USAGE:
+        # Nothing is wrong with the rank: what it was asked to do is at fault.
+        return f"this cannot be run, as {end.who} found:\n{end.message}"
     text = f"{end.who} {end.how}."
     if end.message and not end.traceback:  # a traceback ends with it
         text += f"\n{end.message}"

@@ -20,6 +20,7 @@ from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph, attribute
 from shoal.pipeline.layers import model_of
 from shoal.pipeline.unseen import Line, WatchingWrites, memory_of, users_line
+from shoal.settings import kind_of
 from shoal.wire.tree import Tree, tensors_of
 
 Model = nn.Module | Sequence[Any] | Callable[[], Any]
@@ -40,15 +41,14 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
             made = model()
             if not isinstance(made, nn.Module | list | tuple):
                 raise ModelError(
-                    f"{what} gave a {type(made).__name__}; it must give an nn.Module or a list of "
-                    "layers."
+                    f"{what} gave {kind_of(made)}; it must give an nn.Module or a list of layers."
                 )
             module = as_module(made, example=example)
         beginnings.check(module, what)
         return module
     if isinstance(model, str | bytes | dict) or not isinstance(model, Sequence):
         raise ModelError(
-            f"a {type(model).__name__} is no model: give an nn.Module, a list of layers, or what "
+            f"{kind_of(model)} is no model: give an nn.Module, a list of layers, or what "
             "makes one of them."
         )
     shapes = [tuple(tensor.shape) for tensor in tensors_of(example).values()]

@@ -7,14 +7,17 @@ order in which the model itself computes. A stage is a stretch of the row.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
+import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
 from shoal.pipeline.trace import changes_in_place, keep_whole, line_of, trace
+from shoal.settings import counted
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,8 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
             cuts.append(number)
     if len(names) != num_stages - 1:
         faults.append(
-            f"{num_stages} stages need {num_stages - 1} cuts; {len(names)} given: "
+            f"it takes {counted(num_stages - 1, 'cut')} to make {counted(num_stages, 'stage')}; "
+            f"{len(names)} given: "
             f"{', '.join(names) or 'none'}."
         )
     if faults:
@@ -324,18 +328,24 @@ def memory_roots(graph: Graph, nodes: Iterable[fx.Node]) -> dict[str, str]:
     return roots
 
 
-def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
-    """Raises ModelError where a step changes what is used later, and a cut comes between.
+class _Change(NamedTuple):
+    """A step changes what is used later."""
 
-    Over a cut memory is not shared, so that the change would not be seen there.
-    """
+    first: int
+    """The unit that makes what is changed; -1: it is an input."""
+    last: int
+    """The last that uses it; `len(units)` stands for the model's output."""
+    fault: str
+    """What to say of a cut after `first` and not after `last`."""
+
+
+def _changes(graph: Graph) -> Iterator[_Change]:
     number = {name: i for i, name in enumerate(graph.units)}
     names = [*graph.names(), "the output"]
     told = dict(zip(graph.inputs, graph.input_names, strict=True))
     told |= dict(zip(graph.units, names, strict=False))
     roots = memory_roots(graph, graph.training.nodes)
     users = graph.users()
-    faults = []
     for node in graph.nodes():
         if not (changes_in_place(node, graph.model) and node.all_input_nodes):
             continue
@@ -347,11 +357,37 @@ def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
             if roots[value] != root or not made_before or not later:
                 continue
             what = told[value]
-            if any(number.get(root, -1) < cut <= later[-1] for cut in cuts):
-                faults.append(
-                    f"{names[here]} changes {what} in place, and {names[later[0]]} uses {what} "
-                    "later; with a cut between them it would not see the change. Use inplace=False "
-                    "there."
-                )
+            yield _Change(
+                number.get(root, -1),
+                later[-1],
+                f"{names[here]} changes {what} in place, and {names[later[0]]} uses {what} "
+                f"later; with a cut between them it would not see the change. {_remedy(node)} "
+                f"Or cut elsewhere: not between {told[root]} and {names[later[-1]]}.",
+            )
+
+
+def _remedy(node: fx.Node) -> str:
+    """How to write a step so that it changes nothing."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    plain = str(name).removesuffix("_")
+    if node.op == "call_module" or node.kwargs.get("inplace"):
+        return "Use inplace=False there."
+    if hasattr(torch.Tensor, plain) or hasattr(torch.nn.functional, plain):
+        return f"Use {plain} instead of {name} there, and what it gives."
+    return "Make a new tensor there, with torch.where for example."
+
+
+def changed_in_place(graph: Graph) -> list[tuple[int, int]]:
+    """Pairs of units that must be in one stage, as the second is to see a change in place."""
+    end = len(graph.units) - 1
+    return sorted({(max(it.first, 0), min(it.last, end)) for it in _changes(graph)})
+
+
+def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
+    """Raises ModelError where a step changes what is used later, and a cut comes between.
+
+    Over a cut memory is not shared, so that the change would not be seen there.
+    """
+    faults = [it.fault for it in _changes(graph) if any(it.first < cut <= it.last for cut in cuts)]
     if faults:
         raise ModelError(faults)

@@ -31,13 +31,16 @@ def shares(total: int, num_parts: int, num_stages: int = 1) -> list[Share]:
     While the first one is on its way to the last stage, and the last one back, others have nothing
     to do; so in a pipeline these two are smaller, 1 - 1 / num_stages of the rest: with few
     micro-batches a step is about 5 % shorter, whether backwards take as long as forwards or twice.
+    But not of one sample, where all could have two: batch norm cannot train on one.
     """
     count = max(1, min(total, num_parts))
+    even = [share(total, part, count) for part in range(count)]
     if num_stages == 1 or count < 3 or total < count * num_stages:
-        return [share(total, part, count) for part in range(count)]
+        return even
     weights = [num_stages - 1, *[num_stages] * (count - 2), num_stages - 1]
     ends = [round(total * end / sum(weights)) for end in accumulate(weights, initial=0)]
-    return [Share(start, stop, total) for start, stop in pairwise(ends)]
+    parts = [Share(start, stop, total) for start, stop in pairwise(ends)]
+    return parts if min(parts[0].size, parts[-1].size) > 1 else even
 
 
 def split(batch: Tree, parts: Sequence[Share]) -> list[Tree]:

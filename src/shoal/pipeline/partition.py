@@ -102,7 +102,7 @@ def cut(
     """Numbers of the units that stages 1, 2, ... begin with. The slowest stage is minimal.
 
     Of cuts that are equal in that: the smallest total, then the fewest stages that compute nothing,
-    then the earliest cuts. `together` are pairs of units that share parameters and thus a stage.
+    then the earliest cuts. `together` are pairs of units that must share a stage.
     Raises ModelError where no cut will do.
     """
     places, faults = places_in(units, num_stages, together)
@@ -253,7 +253,7 @@ def places_in(
         guilty = [(a, b) for a, b in pairs if any(a < i <= b for i in free)]
         names = ", ".join(f"{units[a].name!r} and {units[b].name!r}" for a, b in guilty)
         faults.append(
-            f"{asked} units that share parameters must be in one stage ({names}): "
+            f"{asked} units that share parameters or memory must be in one stage ({names}): "
             f"{possible} {'stage is' if possible == 1 else 'stages are'} possible."
         )
     return places, faults

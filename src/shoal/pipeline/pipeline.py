@@ -10,7 +10,7 @@ the loss, which comes from the last stage; between them everything follows the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -26,13 +26,14 @@ from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, m
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import Plan, ReplicaPlace, check_loss, check_optimizer, plan_faults, terms
-from shoal.pipeline.profile import choose_cuts_of_batch
+from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
+from shoal.settings import kind_of
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
@@ -82,11 +83,14 @@ class Pipeline:
         crew.agree("the model", outline(graph))
         self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
         """Each as a value of the graph, and as `forward` calls it."""
-        self._names = list(module.state_dict())
+        self._shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+        """Of the whole model's state, in its order."""
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
-            self._build(cuts_at(graph, plan.cuts, plan.stages))
+            cuts = cuts_at(graph, plan.cuts, plan.stages)
+            self._try_shapes(graph, example)
+            self._build(cuts)
         elif plan.stages == 1 or example is not None:
             self.prepare(example)
 
@@ -114,9 +118,24 @@ class Pipeline:
             raise ModelError(fault)
         self._build(chosen or [])
 
-    def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
+    def _try_shapes(self, graph: Graph, x: Tree) -> None:
+        """With no profile to find it: does every step take what comes to it, where x is known?"""
+        fault = ""
+        if self._crew.rank == 0 and x is not None:
+            try:
+                check_shapes(graph, *self._in_parts(x))
+            except ModelError as error:
+                fault = str(error)
+        fault = self._crew.exchange("the shapes of the model", fault)[0]
+        if fault:
+            raise ModelError(fault)
+
+    def _in_parts(self, x: Tree) -> tuple[dict[str, Tree], list[Share]]:
         named = self._named_inputs(x)
-        parts = self._parts(micro_batches.num_samples(named, "x"))
+        return named, self._parts(micro_batches.num_samples(named, "x"))
+
+    def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
+        named, parts = self._in_parts(x)
         schedule = self._schedule(self.plan.schedule, len(parts))
         return choose_cuts_of_batch(graph, named, parts, costs, schedule)
 
@@ -149,7 +168,7 @@ class Pipeline:
         ]
         mine = names[self.stage_number]
         used = {name for each in names for name in each}
-        stray = [name for name in self._names if name not in used and self.stage_number == 0]
+        stray = [name for name in self._shapes if name not in used and self.stage_number == 0]
         if self._is_own_init and is_on_meta(graph.model):
             materialise(graph.model, self.plan.seed, device, {*mine, *stray})
         state = graph.model.state_dict()
@@ -294,12 +313,10 @@ class Pipeline:
         self._num_begun += 1
         inputs: list[dict[str, Tree]] = []
         if self.stage_number == 0:
-            named = self._named_inputs(x)
-            samples = micro_batches.num_samples(named, "x")
-            announced = [what, self._num_begun, samples, self._is_training]
+            named, parts = self._in_parts(x)
+            announced = [what, self._num_begun, parts[0].total, self._is_training]
             for rank in self._ranks[1:]:
                 self._link.isend(announced, rank, "begin")
-            parts = self._parts(samples)
             inputs = micro_batches.split(named, parts)
         else:
             with self.timeline.span("wait"):
@@ -326,7 +343,7 @@ class Pipeline:
             return {value: each for (value, _), each in zip(self._inputs, x, strict=True)}
         if len(names) == 1 and x is not None:
             return {self._inputs[0][0]: x}
-        got = "nothing" if x is None else f"a {type(x).__name__}"
+        got = "nothing" if x is None else kind_of(x)
         if isinstance(x, dict | tuple | list):
             got += f" of {len(x)}"
         raise ModelError(f"x: the model takes {', '.join(names)}; got {got}.")
@@ -418,7 +435,7 @@ class Pipeline:
             self._link.isend(mine, rank, "norms")
         for rank in others:
             norms |= self._link.recv(rank, "norms")
-        order = [name for name in self._names if name in norms]
+        order = [name for name in self._shapes if name in norms]
         if not order:  # as in one process, where nothing is trained
             return torch.zeros((), device=self._crew.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
@@ -429,28 +446,23 @@ class Pipeline:
         return total
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole, on rank 0, as a plain model's; empty on the others."""
-        mine = self.module.state_dict()
+        """Whole, on rank 0, as a plain model's, and a copy; empty on the others."""
+        mine = {**self.module.state_dict(), **self._stray}
         if self.replica != 0:
             return {}
-        mine |= self._stray
         if self._crew.rank != 0:
             self._link.send(mine, 0, "state")
             return {}
+        state = {name: tensor.clone() for name, tensor in mine.items()}
         for rank in self._ranks[1:]:
-            mine |= self._link.recv(rank, "state")
-        return {name: mine[name] for name in self._names}
+            state |= self._link.recv(rank, "state")
+        return {name: state[name] for name in self._shapes}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
-        """A whole state on rank 0; the others may give None."""
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """A whole state, and nothing else, on rank 0; the others may give None."""
         names = list(self.module.state_dict())
-        fault = ""
-        if self._crew.rank == 0:
-            missing = [name for name in self._names if name not in (state or {})]
-            if missing:
-                shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-                fault = f"load_state_dict: rank 0 needs the whole state; it has no {shown}."
-        told = self._crew.exchange("names of parameters", [names, fault])
+        faults = self._state_faults(state or {}) if self._crew.rank == 0 else []
+        told = self._crew.exchange("names of parameters", [names, faults])
         if told[0][1]:
             raise ModelError(told[0][1])
         if self._crew.rank != 0:
@@ -463,8 +475,27 @@ class Pipeline:
         for name, tensor in self._stray.items():
             tensor.copy_(state[name])
 
+    def _state_faults(self, state: Mapping[str, torch.Tensor]) -> list[str]:
+        """What a plain model's strict load_state_dict would refuse."""
+        faults = []
+        if missing := [name for name in self._shapes if name not in state]:
+            faults.append(
+                f"load_state_dict: rank 0 needs the whole state; it has no {_few(missing)}."
+            )
+        if unknown := [name for name in state if name not in self._shapes]:
+            faults.append(f"load_state_dict: the model has no {_few(unknown)}.")
+        return faults + [
+            f"load_state_dict: {name} is {tuple(state[name].shape)}, and the model's is {shape}."
+            for name, shape in self._shapes.items()
+            if name in state and tuple(state[name].shape) != shape
+        ]
+
     def close(self) -> None:
         self._averages.close()
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _told(announced: Sequence[Any]) -> str:

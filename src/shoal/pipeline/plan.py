@@ -9,10 +9,11 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.errors import ModelError
 from shoal.layout import Share
-from shoal.settings import ARGUMENTS, stage_faults, told
+from shoal.settings import ARGUMENTS, counted, kind_of, stage_faults, told
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -82,6 +83,11 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
         _is_list(limits) and all(isinstance(n, int | Real) for n in limits)
     ):
         found.append(f"{_shown('memory_bytes=', limits)}: must be a list of numbers.")
+    elif limits is not None and not of_stages and len(limits) != plan.stages:
+        found.append(
+            f"{_shown('memory_bytes=', limits)}: must have a limit for each of "
+            f"{counted(plan.stages, 'stage')}; {len(limits)} given."
+        )
     seed: Any = plan.seed
     if not isinstance(seed, int | Integral):
         found.append(f"{_shown('seed=', seed)}: must be a whole number.")
@@ -138,8 +144,11 @@ def _optimizer_faults(plan: Plan) -> list[str]:
         return []
     try:
         signature.bind([], **options)
-    except TypeError as error:
-        return [f"optimizer={getattr(optimizer, '__name__', optimizer)}: {error}."]
+        if getattr(optimizer, "__module__", "").startswith("torch.optim"):
+            optimizer([nn.Parameter(torch.empty(0))], **options)  # which looks at the values
+    except (TypeError, ValueError) as error:
+        name = getattr(optimizer, "__name__", optimizer)
+        return [f"optimizer={name}: {str(error).removesuffix('.')}."]
     return []
 
 
@@ -149,6 +158,8 @@ def terms(plan: Plan) -> list[str]:
         f"{plan.stages} stages",
         plan.schedule,
         f"{1 if plan.schedule == 'sequential' else plan.microbatches} micro-batches",
+        # Which ones they are is compared where all have found theirs in the model.
+        "cuts by a profile" if plan.cuts is None else "cuts given",
         f"loss is a {plan.reduction}" if plan.loss else "no loss",
         "an optimizer" if plan.optimizer else "no optimizer",
         f"clip_norm {plan.clip_norm}",
@@ -170,7 +181,7 @@ def check_loss(loss: object, reduction: str) -> None:
     """What loss= has given for a micro-batch must be one number, to go back from."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return
-    given = f"a {type(loss).__name__}"
+    given = kind_of(loss)
     if isinstance(loss, torch.Tensor):
         given = f"a tensor of shape {tuple(loss.shape)}"
     raise ModelError(

@@ -15,7 +15,7 @@ from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import materialise
-from shoal.pipeline.graph import Graph, attribute, paths_of, shared
+from shoal.pipeline.graph import Graph, attribute, changed_in_place, paths_of, shared
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule
@@ -44,7 +44,8 @@ def choose_cuts(
     if schedule is not None:
         alive = schedule.most_alive(0)
         units = [replace(unit, kept_bytes=unit.kept_bytes * alive) for unit in units]
-    together = [*shared(graph), *(pair for value in values for pair in _bound(value))]
+    together = [*shared(graph), *changed_in_place(graph)]
+    together += [pair for value in values for pair in _bound(value)]
     if schedule is None:
         return cut(units, values, num_stages, costs, together)
     if schedule.name == "sequential":
@@ -62,10 +63,24 @@ def choose_cuts_of_batch(
     schedule: Schedule,
 ) -> list[int]:
     """The same, of a whole batch: by a profile with its largest micro-batch."""
-    largest = max(range(len(parts)), key=lambda number: parts[number].size)
+    largest = _largest(parts)
     weights = [part.size / max(parts[largest].size, 1) for part in parts]
     example = micro_batches.split(inputs, parts)[largest]
     return choose_cuts(graph, example, schedule.num_stages, costs, schedule, weights)
+
+
+def check_shapes(graph: Graph, inputs: dict[str, Tree], parts: Sequence[Share]) -> None:
+    """Raises ModelError with every step that does not take what comes to it, of a batch."""
+    state = torch.random.get_rng_state()
+    try:
+        with torch.no_grad():
+            _run_all(graph, micro_batches.split(inputs, parts)[_largest(parts)], _tried)
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def _largest(parts: Sequence[Share]) -> int:
+    return max(range(len(parts)), key=lambda number: parts[number].size)
 
 
 def _bound(value: Value) -> list[tuple[int, int]]:
@@ -80,17 +95,20 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
 
     Of a model on the meta device one layer at a time is made, used and thrown away.
     """
-    units: list[Unit] = []
-    values: list[Value] = []
     state = torch.random.get_rng_state()
     try:
-        _run_all(graph, inputs, units, values)
+        return _run_all(graph, inputs, _timed)
     finally:
         torch.random.set_rng_state(state)
-    return units, values
 
 
-def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: list[Value]) -> None:
+_Run = Callable[[fx.Node, Graph, dict[str, Any], str], tuple[Any, Unit]]
+"""Runs a step of that name, with the values that are known: what it gives, and what it costs."""
+
+
+def _run_all(graph: Graph, inputs: dict[str, Tree], run: _Run) -> tuple[list[Unit], list[Value]]:
+    units: list[Unit] = []
+    values: list[Value] = []
     number = {name: i for i, name in enumerate(graph.units)}
     last = len(number) - 1  # what the model returns is wanted where the last unit is
     users = {name: sorted({min(u, last) for u in uses}) for name, uses in graph.users().items()}
@@ -109,7 +127,7 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: l
             if any(source.name not in known for source in node.all_input_nodes):
                 continue  # after a fault: nobody knows what would come
             try:
-                result, unit = _timed(node, graph, known, names[number[node.name]])
+                result, unit = run(node, graph, known, names[number[node.name]])
             except _DoesNotFit as error:
                 faults.append(error)
                 known |= _if_it_fitted(node, graph, known)
@@ -120,6 +138,7 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], units: list[Unit], values: l
 
     if faults:
         raise ModelError([str(fault) for fault in faults]) from faults[0].__cause__
+    return units, values
 
 
 def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bool) -> Value:
@@ -183,23 +202,40 @@ def _told(node: fx.Node, model: nn.Module) -> str:
     return f"step {node.name} of {module or 'the model'}"
 
 
+def _tried(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tuple[Any, Unit]:
+    """Once, for what it gives."""
+    call, _ = _callable(node, graph.model)
+    args, kwargs = _arguments(node, known)
+    return _given(call, args, kwargs, node, graph), Unit(name)
+
+
+def _arguments(node: fx.Node, known: dict[str, Any]) -> tuple[Any, Any]:
+    args, kwargs = (
+        fx.map_arg(each, lambda n: _copied(known[n.name])) for each in (node.args, node.kwargs)
+    )
+    return args, kwargs
+
+
+def _given(call: Callable[..., Any], args: Any, kwargs: Any, node: fx.Node, graph: Graph) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        shapes = [tuple(t.shape) for t in tensors_of([*args, *kwargs.values()]).values()]
+        raise _DoesNotFit(
+            f"{_told(node, graph.model)} does not take what comes to it, of shapes "
+            f"{', '.join(map(str, shapes))}: {error}"
+        ) from error
+
+
 def _timed(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tuple[Any, Unit]:
     call, parameters = _callable(node, graph.model)
     forward_s, backward_s, kept = [], [], 0
     result: Any = None
     for _ in range(REPEATS):
-        args = fx.map_arg(node.args, lambda n: _copied(known[n.name]))
-        kwargs = fx.map_arg(node.kwargs, lambda n: _copied(known[n.name]))
+        args, kwargs = _arguments(node, known)
         begun = time.perf_counter()
-        try:
-            with torch.enable_grad():
-                result = call(*args, **kwargs)
-        except Exception as error:
-            shapes = [tuple(t.shape) for t in tensors_of([*args, *kwargs.values()]).values()]
-            raise _DoesNotFit(
-                f"{_told(node, graph.model)} does not take what comes to it, of shapes "
-                f"{', '.join(map(str, shapes))}: {error}"
-            ) from error
+        with torch.enable_grad():
+            result = _given(call, args, kwargs, node, graph)
         middle = time.perf_counter()
         roots = [t for t in tensors_of(result).values() if t.requires_grad]
         if roots:

@@ -1,7 +1,8 @@
 """One stage at work: forward and backward of single micro-batches, and what it keeps between them.
 
-Values come from earlier stages as leaves of this stage's own autograd graph. Their gradients go
-back, and what later stages send back are the gradients that this stage's backward begins with.
+Values come from earlier stages as leaves of this stage's own autograd graph (`Arrival`). Their
+gradients go back, and what later stages send back are the gradients that this stage's backward
+begins with.
 """
 
 from __future__ import annotations
@@ -16,24 +17,60 @@ from torch import nn
 
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.late import Late, Place
+from shoal.pipeline.lying import Lying, as_it_lay, as_sent, packed, unpacked
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.split import OUTPUT, stage_module, values_made
-from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
+from shoal.wire.tree import Tree, tensors_of, with_tensors
 
-Gradients = list[torch.Tensor | None]
-"""Of a value's tensors that need one, in order."""
+Gradients = list[Tree]
+"""Of a value's tensors that need one, in order, as `packed` makes them."""
 Roots = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 """What a backward pass begins with: tensors and their gradients."""
 Key = tuple[int, int]
 """Which run of the pipeline, and which micro-batch of it."""
 
 
+class Arrival:
+    """A tensor from elsewhere that needs a gradient."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.leaf = tensor.requires_grad_()
+        self._found: list[torch.Tensor] = []  # known to the graph, which must not know this
+        self.value: torch.Tensor = _Entrance.apply(self.leaf, self._found)  # type: ignore[no-untyped-call]
+        """What the stage computes with."""
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """After the backward pass; None where nothing of the loss depends on the tensor."""
+        return self._found[0] if self._found else None
+
+
+class _Entrance(torch.autograd.Function):
+    """Takes the gradient as autograd has it, which is how an earlier step of one process gets it.
+
+    Not from the leaf: there it is laid out as the leaf lies, and what sums over it in the earlier
+    stage would do so in another order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.found.append(gradient)
+        return None, None
+
+
 @dataclass
 class _Kept:
     """What the backward pass of a micro-batch will need."""
 
-    came: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """By value from elsewhere: its tensors that need a gradient, leaves of this stage's graph."""
+    came: dict[str, list[Arrival]] = field(default_factory=dict)
+    """By value from elsewhere: its tensors that need a gradient."""
     made: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By value that was made here: its tensors that need a gradient."""
     copies: set[str] = field(default_factory=set)
@@ -114,7 +151,7 @@ class Stage:
                     )
                     kept.copies.add(name)
                 else:
-                    values[name], kept.came[name] = leaves_of(*content)
+                    values[name], kept.came[name] = arrivals_of(*content)
         module = self.module if self.module.training else self._evaluating[0]
         takes = [values[name] for name in self._takes]
         if not torch.is_grad_enabled():
@@ -138,7 +175,7 @@ class Stage:
         return [
             first[id(tree)]
             if isinstance(tree, torch.Tensor) and first[id(tree)] != number
-            else [detached(tree), [tensor.requires_grad for tensor in tensors_of(tree).values()]]
+            else _content(tree)
             for number, tree in enumerate(values)
         ]
 
@@ -167,18 +204,22 @@ class Stage:
             for value, of_value in zip(
                 self.routes.back(later, self.number), of_values, strict=True
             ):
-                tensors = kept.came[value] if value in kept.came else kept.made[value]
-                for tensor, gradient in zip(tensors, of_value, strict=True):
+                came = kept.came.get(value)
+                tensors = kept.made[value] if came is None else [each.value for each in came]
+                for tensor, gradient in zip(tensors, map(unpacked, of_value), strict=True):
                     if gradient is not None:
                         roots.append(tensor)
                         gradients.append(gradient)
-        leaves = [leaf for tensors in kept.came.values() for leaf in tensors]
+        leaves = [each.leaf for came in kept.came.values() for each in came]
         if roots and self._late.first_half(roots, gradients, leaves, kept.places):
             self._kept[key] = kept
             self._left.append((key, kept.places))
         return {
             earlier: [
-                [None if value in kept.copies else leaf.grad for leaf in kept.came[value]]
+                [
+                    None if value in kept.copies else packed(each.gradient)
+                    for each in kept.came[value]
+                ]
                 for value in self.routes.back(self.number, earlier)
             ]
             for earlier in self.routes.backs(self.number)
@@ -208,13 +249,30 @@ def needing(tree: Tree) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(tree).values() if tensor.requires_grad]
 
 
-def leaves_of(tree: Tree, needs: Sequence[bool]) -> tuple[Tree, list[torch.Tensor]]:
-    """The same values, those that need a gradient as leaves."""
+def _content(tree: Tree) -> Tree:
+    """A value as it goes: tensors, which of them need a gradient, how they lie if that is lost."""
     tensors = tensors_of(tree)
-    leaves: list[torch.Tensor] = []
+    sent = {path: as_sent(tensor.detach()) for path, tensor in tensors.items()}
+    content = [
+        with_tensors(tree, {path: tensor for path, (tensor, _) in sent.items()}),
+        [tensor.requires_grad for tensor in tensors.values()],
+    ]
+    lying = [how for _, how in sent.values()]
+    return [*content, lying] if any(lying) else content
+
+
+def arrivals_of(
+    tree: Tree, needs: Sequence[bool], lying: Sequence[Lying | None] = ()
+) -> tuple[Tree, list[Arrival]]:
+    """The same values; those that need a gradient have arrived."""
+    tensors = tensors_of(tree)
+    arrivals: list[Arrival] = []
     made: dict[Any, torch.Tensor] = {}
-    for (path, tensor), needed in zip(tensors.items(), needs, strict=True):
-        made[path] = tensor.detach()
+    for (path, tensor), needed, how in zip(
+        tensors.items(), needs, lying or [None] * len(needs), strict=True
+    ):
+        made[path] = as_it_lay(tensor.detach(), how)
         if needed and torch.is_grad_enabled():
-            leaves.append(made[path].requires_grad_())
-    return with_tensors(tree, made), leaves
+            arrivals.append(Arrival(made[path]))
+            made[path] = arrivals[-1].value
+    return with_tensors(tree, made), arrivals

@@ -27,7 +27,7 @@ from shoal.report.events import (
 )
 from shoal.report.records import EpochRecord, LayoutRecord, StepRecord, Summary
 from shoal.report.run_folder import RunFolder
-from shoal.settings import TrainSettings, shared_settings, threads_each
+from shoal.settings import TrainSettings, microbatches_made, shared_settings, threads_each
 from shoal.train.build import build_data, build_model, build_optimizer, num_samples
 from shoal.train.checkpoint import save_weights
 from shoal.train.data.load import Data
@@ -121,6 +121,7 @@ def train_and_keep(
 ) -> None:
     """report: where the model is in stages, what is to be told of them."""
     hosts = [hello.host for hello in crew.roster] if report is None else report.hosts
+    num_replicas = len(hosts) // settings.stages
     # From here on ranks may differ in chance (dropout), as samples do.
     torch.manual_seed(settings.seed + 1 + crew.rank)
     emit(
@@ -132,7 +133,7 @@ def train_and_keep(
             boss=settings.boss,
             stages=settings.stages,
             schedule=settings.schedule,
-            microbatches=settings.microbatches,
+            microbatches=microbatches_made(settings, num_replicas),
             cut=[] if report is None else [names[0] for names in report.modules[1:]],
             hosts=hosts,
             parameters=learner.num_parameters,
@@ -188,8 +189,8 @@ def train_and_keep(
             sync=settings.sync,
             transport=settings.transport if len(hosts) > 1 else None,
             schedule=settings.schedule,
-            microbatches=settings.microbatches,
-            layout=LayoutRecord(replicas=len(hosts) // settings.stages, stages=settings.stages),
+            microbatches=microbatches_made(settings, num_replicas),
+            layout=LayoutRecord(replicas=num_replicas, stages=settings.stages),
             stages=[] if report is None else report.records(),
             hosts=hosts,
             parameters=learner.num_parameters,

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
+from shoal.layout import Layout
 from shoal.pipeline.pipeline import Pipeline
-from shoal.pipeline.plan import Plan
+from shoal.pipeline.plan import Plan, ReplicaPlace
 from shoal.replicate.averages import stage_averages
 from shoal.report.records import StageRecord
 from shoal.settings import LINK_SYNCS, TrainSettings
@@ -47,11 +48,10 @@ def spread(
         optimizer=partial(optimizer_for, settings),
         seed=settings.seed,
     )
-    pipe = Pipeline(model, crew, link, plan, averages=averages)
-    x, _ = as_pair(next(iter(Loader(train_set, pipe.place, batch_size=settings.batch_size))))
-    pipe.place.share = None
-    pipe.prepare(cast(x))
-    return pipe
+    layout = Layout(replicas=crew.size // plan.stages, stages=plan.stages)
+    place = ReplicaPlace(layout.replica_of(crew.rank), layout.replicas, crew.device)
+    x, _ = as_pair(next(iter(Loader(train_set, place, batch_size=settings.batch_size))))
+    return Pipeline(model, crew, link, plan, averages=averages, example=cast(x))
 
 
 class StageReport(Protocol):

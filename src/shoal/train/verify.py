@@ -20,7 +20,7 @@ from shoal.crew import Crew
 from shoal.layout import Share
 from shoal.replicate import replicate
 from shoal.report.events import Verified
-from shoal.settings import TrainSettings
+from shoal.settings import TrainSettings, microbatches_made
 from shoal.train.build import build_optimizer, num_samples
 from shoal.train.data.load import Data
 from shoal.train.loader import Loader, Sharer
@@ -84,7 +84,7 @@ def verify(
         transport=settings.transport,
         stages=settings.stages,
         schedule=settings.schedule,
-        microbatches=settings.microbatches,
+        microbatches=microbatches_made(settings, crew.size // settings.stages),
         largest_difference=largest if largest == largest else None,
         parameter=name,
         tolerance=tolerance,

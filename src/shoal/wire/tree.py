@@ -192,6 +192,13 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def lies_in_one_piece(tensor: torch.Tensor) -> bool:
+    """Whether it arrives as it lies; else with its gaps closed, and repetitions copied."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return True  # which says nothing of its memory, nor can it be sent
+    return tensor.is_contiguous() or _order(tensor) is not None
+
+
 def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
     """Whether its memory can be sent as it is."""
     return (

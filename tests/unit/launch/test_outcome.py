@@ -50,6 +50,11 @@ def test_what_a_rank_said_is_shown_once() -> None:
         "rank 0 (desk, pid 100) ended with exit code 1.",
         "No space left.",
     ]
+    assert describe(end(0, 2, message="- no such layer\n- another")).splitlines() == [
+        "this cannot be run, as rank 0 (desk, pid 100) found:",
+        "- no such layer",
+        "- another",
+    ]
     with_trace = describe(end(0, 1, message="boom", traceback="Traceback …\nValueError: boom"))
     assert "boom" not in with_trace, "the traceback stands above, and ends with it"
 

@@ -73,7 +73,7 @@ def number() -> int:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (number, "number gave a int; it must give an nn.Module or a list of layers"),
+        (number, "number gave an int; it must give an nn.Module or a list of layers"),
         (lambda: None, "gave a NoneType"),
         (lambda: MnistCnn, "gave a type"),
         (dict, "dict gave a dict"),

@@ -418,10 +418,10 @@ def test_cuts_in_the_wrong_order(names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "num_stages", "says"),
     [
-        (["fc1"], 3, "3 stages need 2 cuts; 1 given: fc1."),
-        (["conv2", "fc1"], 2, "2 stages need 1 cuts; 2 given: conv2, fc1."),
-        ([], 2, "2 stages need 1 cuts; 0 given: none."),
-        (["fc1"], 1, "1 stages need 0 cuts; 1 given: fc1."),
+        (["fc1"], 3, "it takes 2 cuts to make 3 stages; 1 given: fc1."),
+        (["conv2", "fc1"], 2, "it takes 1 cut to make 2 stages; 2 given: conv2, fc1."),
+        ([], 2, "it takes 1 cut to make 2 stages; 0 given: none."),
+        (["fc1"], 1, "it takes 0 cuts to make 1 stage; 1 given: fc1."),
     ],
 )
 def test_the_wrong_number_of_cuts(names: list[str], num_stages: int, says: str) -> None:
@@ -431,7 +431,7 @@ def test_the_wrong_number_of_cuts(names: list[str], num_stages: int, says: str) 
 def test_all_faults_of_cuts_at_once() -> None:
     faults = cut_faults(MnistCnn(), ["conv1", "fc2", "fc3", "conv2"], 3)
     assert [fault.partition(":")[0] for fault in faults] == [
-        "cut conv1", "cut fc3", "cut conv2", "3 stages need 2 cuts; 4 given"
+        "cut conv1", "cut fc3", "cut conv2", "it takes 2 cuts to make 3 stages; 4 given"
     ]  # fmt: skip
 
 
@@ -587,6 +587,9 @@ STEPS = [
 ]
 IDS = ["ReLU", "Dropout", "method", "relu", "leaky_relu", "F.relu_", "torch.relu_"]
 IDS += ["torch.sigmoid_"]
+REMEDIES = ["Use inplace=False there."] * 2 + ["Use relu instead of relu_ there"]
+REMEDIES += ["Use inplace=False there."] * 2 + ["Use relu instead of relu_ there"] * 2
+REMEDIES += ["Use sigmoid instead of sigmoid_ there"]
 
 
 def changing(graph: Graph) -> list[str]:
@@ -614,8 +617,8 @@ def test_other_steps_are_not(step: Any) -> None:
     assert changing(read(Changes(step))) == []
 
 
-@pytest.mark.parametrize("step", STEPS, ids=IDS)
-def test_a_change_that_a_later_stage_would_not_see_is_refused(step: Any) -> None:
+@pytest.mark.parametrize(("step", "remedy"), list(zip(STEPS, REMEDIES, strict=True)), ids=IDS)
+def test_a_change_that_a_later_stage_would_not_see_is_refused(step: Any, remedy: str) -> None:
     graph = read(Changes(step))
     name = graph.units[1]
     assert graph.units == ["a", name, "b", "add"]
@@ -624,7 +627,21 @@ def test_a_change_that_a_later_stage_would_not_see_is_refused(step: Any) -> None
         check_in_place(graph, [1])
     (fault,) = caught.value.faults
     assert fault.startswith(f"{name} changes a in place, and add uses a later")
-    assert "inplace=False" in fault
+    assert remedy in fault
+    assert fault.endswith("Or cut elsewhere: not between a and add.")
+
+
+@pytest.mark.parametrize(
+    ("step", "remedy"),
+    [
+        (lambda v: v.clamp_(min=0), "Use clamp instead of clamp_ there"),
+        (lambda v: v.zero_(), "Make a new tensor there"),
+    ],
+)
+def test_the_remedy_is_one_for_that_step(step: Any, remedy: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_in_place(read(Changes(step)), [1])
+    assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=IDS)

@@ -85,6 +85,16 @@ def test_ends_of_two_and_of_three_stages() -> None:
     assert [part.size for part in shares(128, 2, 2)] == [64, 64]
 
 
+@given(st.integers(2, 300), st.integers(1, 50), st.integers(1, 6))
+def test_none_has_one_sample_where_all_can_have_two(
+    total: int, num_parts: int, num_stages: int
+) -> None:
+    """Batch norm cannot train on one: 8 samples in 4 were 1, 3, 3, 1."""
+    smallest = min(part.size for part in shares(total, num_parts, num_stages))
+    assert smallest >= min(2, total // min(total, num_parts))
+    assert [part.size for part in shares(8, 4, 2)] == [2, 2, 2, 2]
+
+
 def test_no_samples_are_one_empty_micro_batch() -> None:
     assert shares(0, 4) == [Share(0, 0, 0)]
 

@@ -252,7 +252,7 @@ def test_more_stages_than_places_to_cut() -> None:
 
 def test_shared_parameters_leave_too_few_stages_and_are_named() -> None:
     assert faults(row(1, 1, 1, 1), [], 3, together=[(0, 2), (1, 1)]) == [
-        "3 stages were asked for, and units that share parameters must be in one stage "
+        "3 stages were asked for, and units that share parameters or memory must be in one stage "
         "('a' and 'c'): 2 stages are possible."
     ]
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.graph import read
+from shoal.layout import Share
+from shoal.pipeline.graph import check_in_place, read
 from shoal.pipeline.partition import Costs, Unit, Value
-from shoal.pipeline.profile import choose_cuts, profile
+from shoal.pipeline.profile import check_shapes, choose_cuts, profile
+from shoal.pipeline.schedule import make_schedule
 from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
 
 WIDTH = 16
@@ -277,12 +279,25 @@ def test_every_shape_that_does_not_fit_is_reported() -> None:
 
     odd = nn.Linear(WIDTH + 1, 3)
     model = nn.Sequential(odd, nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 2), Own(3, 1), Pick())
+    graph = read(model)
+    inputs = {graph.inputs[0]: torch.randn(3, WIDTH)}
     with pytest.raises(ModelError) as caught:
-        profile(read(model), {read(model).inputs[0]: torch.randn(3, WIDTH)})
+        profile(graph, inputs)
+    with pytest.raises(ModelError) as tried:
+        check_shapes(graph, inputs, [Share(0, 3, 3)])
+    assert tried.value.faults == caught.value.faults
     found = [fault.partition(" does not take")[0] for fault in caught.value.faults]
     assert found == ["module 0 (Linear)", "module 2 (Linear)", "step linear of module 4 (Own)"]
     assert "of shapes (3, 3)" in caught.value.faults[1]
     assert isinstance(caught.value.__cause__, RuntimeError)  # for --debug
+
+
+def test_shapes_that_fit() -> None:
+    """By the largest of the micro-batches; and the model is left as it was."""
+    model, (x, mask) = Mixed(), mixed_inputs().values()
+    inputs = {"tokens": x.repeat(2), "mask": mask.repeat(2, 1)}
+    with unchanged(model):
+        check_shapes(read(model), inputs, [Share(0, 2, 6), Share(2, 6, 6)])
 
 
 def test_shapes_that_do_not_fit_each_other() -> None:
@@ -329,6 +344,32 @@ def test_cuts_do_not_part_what_is_shared() -> None:
     inputs = {graph.inputs[0]: torch.randn(3, WIDTH)}
     assert choose_cuts(graph, inputs, 2, Costs()) == [3]
     with pytest.raises(ModelError):
+        choose_cuts(graph, inputs, 3, Costs())
+
+
+class Clamped(nn.Module):
+    """Nothing may be cut between `a` and the sum; the rest takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.m, self.b = square(), square(), square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.clamp_(min=0)
+        return self.b(self.m(h) + h)
+
+
+@pytest.mark.parametrize("schedule", [None, ("sequential", 1), ("1f1b", 1), ("1f1b", 4)])
+def test_cuts_do_not_part_a_change_in_place_from_who_sees_it(schedule: Any) -> None:
+    """They would be refused, whoever chose them."""
+    graph = read(Clamped())
+    inputs = {graph.inputs[0]: torch.rand(8, WIDTH)}
+    made = schedule and make_schedule(schedule[0], 2, schedule[1])
+    (cut,) = choose_cuts(graph, inputs, 2, Costs(), made, [1.0] * (schedule or (0, 1))[1])
+    assert graph.units[cut] == "b"
+    check_in_place(graph, [cut])
+    with pytest.raises(ModelError, match="'a' and 'add'"):
         choose_cuts(graph, inputs, 3, Costs())
 
 

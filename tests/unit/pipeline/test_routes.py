@@ -860,6 +860,66 @@ def test_channels_last(cut: int) -> None:
     assert alike(gradients_of(cut_up), gradients_of(model))
 
 
+class States(nn.Module):
+    """What a GRU gives lies with time outermost; its gradient here lies with the batch so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.gru = (nn.GRU(16, 16, batch_first=True) for _ in range(2))
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = self.rnn(x)
+        return self.last(self.gru(y)[0] + h[-1][:, None])
+
+
+class Then(nn.Module):
+    """Some layers and then a function, where it is cut."""
+
+    def __init__(self, before: Sequence[nn.Module], after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Sequential(*before), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.before(x))
+
+
+class Halves(nn.Module):
+    """The half of a value is a value with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 24, 3), nn.BatchNorm2d(12)
+        self.last = nn.Conv2d(24, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(x).chunk(2, 1)
+        return self.last(torch.cat([a, self.norm(b)], 1))
+
+
+def normed() -> list[nn.Module]:
+    return [nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24)]
+
+
+@pytest.mark.parametrize(
+    ("make", "cut", "shape"),
+    [
+        (States, "last", (16, 9, 16)),
+        (lambda: Then(normed(), lambda v: torch.cat([v, v.detach()], 1) ** 3), "cat", (8, 3, 9, 9)),
+        (lambda: Then(normed(), lambda v: v.sum(-1).sin()), "sum_1", (8, 3, 12, 12)),
+        (Halves, "norm", (8, 3, 12, 12)),
+    ],
+    ids=["states", "beside another", "repeated", "half"],
+)
+def test_values_and_gradients_that_lie_oddly(
+    make: Callable[[], nn.Module], cut: str, shape: tuple[int, ...]
+) -> None:
+    """Steps of torch that sum over them do so in another order where they lie otherwise."""
+    torch.manual_seed(0)
+    model = make()
+    check_same(model, at(model, cut), *({"x": x_of(*shape, seed=seed)} for seed in range(3)))
+
+
 # -- steps in place --------------------------------------------------------------------------------
 
 

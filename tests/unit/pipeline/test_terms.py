@@ -34,6 +34,7 @@ PLAN = Plan(stages=2, microbatches=4, loss=F.mse_loss, optimizer=torch.optim.SGD
         {"loss": None},
         {"seed": 7},
         {"stages": 3},
+        {"cuts": ["fc"]},
     ],
 )
 def test_terms_that_differ(other: dict[str, Any]) -> None:
@@ -70,7 +71,7 @@ MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
         ({"schedule": None}, "schedule=None: unknown."),
         ({"cuts": [1]}, "cuts=[1]: must be a list of names"),
         ({"cuts": "fc"}, "cuts='fc': must be a list of names, such as cuts=['conv2']."),
-        ({"cuts": ["a", "b"]}, "cuts=: 2 stages have 1 cuts between them; 2 given (a, b)."),
+        ({"cuts": ["a", "b"]}, "cuts=: it takes 1 cut to make 2 stages; 2 given (a, b)."),
         ({"inputs": "x"}, "inputs='x': must be a list of names"),
         ({"loss": "mse"}, "loss='mse': must be a function (output, target) -> loss"),
         ({"optimizer": "sgd"}, "optimizer='sgd': must be a class, such as torch.optim.SGD"),
@@ -81,6 +82,11 @@ MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
         ({"clip_norm": -1.0}, "clip_norm=-1.0: must be a positive number."),
         ({"clip_norm": float("nan")}, "clip_norm=nan: must be a positive number."),
         ({"memory_bytes": 9}, "memory_bytes=9: must be a list of numbers."),
+        (
+            {"memory_bytes": [1]},
+            "memory_bytes=[1]: must have a limit for each of 2 stages; 1 given.",
+        ),
+        ({"optimizer_options": {"lr": -1.0}}, "optimizer=SGD: Invalid learning rate: -1.0."),
         ({"seed": "1"}, "seed='1': must be a whole number."),
     ],
 )
@@ -115,6 +121,8 @@ def test_a_loss_is_one_number() -> None:
         check_loss(torch.zeros(4, 2), "mean")
     with pytest.raises(ModelError, match=r"gave a float; .* the sum over"):
         check_loss(1.0, "sum")
+    with pytest.raises(ModelError, match=r"gave an int; "):
+        check_loss(1, "sum")
 
 
 # -- optimizers ------------------------------------------------------------------------------------
