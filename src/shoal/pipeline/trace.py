@@ -21,10 +21,12 @@ from torch import fx, nn
 
 from shoal.errors import ModelError
 from shoal.pipeline.unseen import (
+    OPERATORS_IN_PLACE,
     BufferProxy,
     Dice,
     Line,
     Reading,
+    StepProxy,
     Unseen,
     WatchingWrites,
     fault_of_call,
@@ -90,6 +92,9 @@ class _Tracer(fx.Tracer):
             raise
         self._open.pop()
         return result
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return StepProxy(node, self)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if kind.startswith("call_"):
@@ -303,14 +308,11 @@ def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     if getattr(target, "__module__", "") == "_operator":
-        return getattr(target, "__name__", "") in _OPERATORS_IN_PLACE
+        return getattr(target, "__name__", "") in OPERATORS_IN_PLACE
     name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return True
     return bool(node.kwargs.get("inplace"))
-
-
-_OPERATORS_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")}
 
 
 def _unreadable(model: nn.Module, error: Exception) -> str:

@@ -191,7 +191,31 @@ def memory_in(model: nn.Module) -> set[int]:
     return {memory_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
-class BufferProxy(fx.Proxy):
+OPERATORS_IN_PLACE = (
+    "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow",
+    "iand", "ior", "ixor", "ilshift", "irshift",
+)  # fmt: skip
+
+
+class StepProxy(fx.Proxy):
+    """A value while a model is read. torch.fx itself takes `a += b` for `a = a + b`, which is
+    another thing where the same tensor is used by another name."""
+
+
+def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    function = getattr(operator, name)
+
+    def change(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return change
+
+
+for _name in OPERATORS_IN_PLACE:
+    setattr(StepProxy, f"__{_name}__", _in_place(_name))
+
+
+class BufferProxy(StepProxy):
     """A buffer while a model is read: its form is known, its values are not.
 
     So `self.mask[:n, :n]` can be read where n comes with the batch, as can steps that change a

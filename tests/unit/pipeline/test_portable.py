@@ -156,8 +156,9 @@ class InPlace(nn.Module):
         self.a, self.relu = square(), nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.a(x))
+        y = self.a(x)
         y += 1
+        y = self.relu(y) + 1
         y.mul_(2).clamp_(max=3)
         return F.dropout(y, 0.5, self.training)
 

@@ -638,7 +638,7 @@ UNSENT: list[tuple[nn.Module, Inputs, list[str], list[str], type[Exception], str
         ["getattr_1", "getattr_2"],
         ["getattr_1", "add", "getattr_2", "mul_1"],
         WireError,
-        "a (dtype|device) cannot be sent",
+        "torch.(dtype|device) cannot be sent",
     ),
 ]
 """Models, inputs, values that no message holds, units before which cuts may come, and what happens

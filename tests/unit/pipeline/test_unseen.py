@@ -393,6 +393,25 @@ def test_no_cut_comes_between_a_buffer_and_a_step_in_place_on_it() -> None:
             check_shared(graph, [cut])
 
 
+def test_an_operator_in_place_changes_its_tensor_under_every_name() -> None:
+    class Net(Layers):
+        def forward(self, x: Tensor, size: Tensor) -> Tensor:
+            value = self.a(x)
+            same = value
+            same += 1
+            same *= 2
+            width = x.shape[0]
+            width += 1
+            size -= 1
+            return self.b(same + value) * width + size
+
+    model = Net()
+    graph = trace(model)
+    x = torch.randn(3, WIDTH)
+    found = fx.GraphModule(model, graph)(x, torch.ones(1))
+    assert torch.equal(found, model(x, torch.ones(1)))
+
+
 def test_a_value_of_a_buffer_cannot_decide() -> None:
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
