@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 from shoal.errors import ModelError
 from shoal.pipeline.portable import pack, to_data
+from shoal.pipeline.trace import WAYS_OUT, trace
 
 Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
 """A function of torch.nn.functional, a module of torch.nn, or any function that fx can trace."""
@@ -17,13 +19,14 @@ Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
 
 def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
     """Raises ModelError for what workers do not know. With the tensors that it has."""
+    calling = _Calling(loss)
     try:
-        traced = fx.symbolic_trace(_Calling(loss))
-    except Exception as error:  # it is the user's own function, which may raise anything
+        traced = fx.GraphModule(calling, trace(calling))
+    except ModelError as error:
+        why = re.sub(r"^_Calling(\.forward)?", "", str(error).removesuffix(WAYS_OUT)).strip()
         raise ModelError(
-            f"loss: torch.fx cannot read it ({type(error).__name__}: {error}). Use a function of "
-            "torch.nn.functional or a module of torch.nn, or compute the loss here: "
-            "loss(model(x), y).backward()."
+            f"loss: {why}\nUse a function of torch.nn.functional or a module of torch.nn, or compute "
+            "the loss here: loss(model(x), y).backward()."
         ) from error
     returned = traced.graph.output_node().args[0]
     if not isinstance(returned, fx.Node):
