@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from shoal.wire.tree import DTYPES, bytes_of
+from shoal.wire.slots import DTYPES, bytes_of
 
 scalars = (
     st.none()

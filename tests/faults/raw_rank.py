@@ -12,10 +12,10 @@ from typing import Any, Self
 import zmq
 
 from shoal.closing import Closing
+from shoal.wire.apart import take_apart
 from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
-from shoal.wire.tree import take_apart
 from shoal.wire.zmq_link import HELLO
 from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, WHOLE_BYTES
 from shoal.wire.zmq_sockets import PULSE, Card

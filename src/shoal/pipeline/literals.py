@@ -19,7 +19,7 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from shoal.errors import ModelError
-from shoal.wire.tree import DTYPE_NAMES, DTYPES
+from shoal.wire.slots import DTYPE_NAMES, DTYPES
 
 Literal: TypeAlias = Any
 """None, bool, int, float, str, and lists of them that begin with what they are."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.wire.tree import Tree, lies_in_one_piece
+from shoal.wire.apart import lies_in_one_piece
+from shoal.wire.tree import Tree
 
 Lying = list[list[int]]
 """A tensor's shape and its strides."""

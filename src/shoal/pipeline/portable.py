@@ -25,7 +25,7 @@ from shoal.pipeline import known, literals
 from shoal.pipeline.literals import Literal, NotPlain
 from shoal.pipeline.sources import sources_of
 from shoal.pipeline.steps import Step, steps_of
-from shoal.wire.tree import DTYPE_NAMES
+from shoal.wire.slots import DTYPE_NAMES
 
 INTERNALS = frozenset(vars(nn.Module()))
 """What every module keeps for itself: no attribute of those that travel."""

@@ -16,7 +16,7 @@ from shoal.pipeline.known import Allowed
 from shoal.pipeline.literals import Build
 from shoal.pipeline.portable import INTERNALS, Data, ModuleData, TensorData, tensors_in
 from shoal.pipeline.steps import StepByStep, read_steps
-from shoal.wire.tree import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS
+from shoal.wire.slots import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS
 
 MAX_MODULES = 100_000
 MAX_PATHS = 1_000_000

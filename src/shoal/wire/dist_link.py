@@ -38,8 +38,9 @@ from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
+from shoal.wire.slots import DTYPES, as_tensor, view_of
 from shoal.wire.terms import check_way, seconds
-from shoal.wire.tree import DTYPES, Tree, as_tensor, view_of
+from shoal.wire.tree import Tree
 
 PIECE_BYTES = 4 * 2**20
 BLOCK_BYTES = 64 * 1024

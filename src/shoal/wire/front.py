@@ -14,20 +14,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shoal.errors import WireError
+from shoal.wire.apart import Parcel, Stays, outline_of, take_apart
 from shoal.wire.header import MAX_HEADER_BYTES, MAX_PLAN_BYTES, decode, decode_plan, encode
-from shoal.wire.tree import (
-    Parcel,
-    Recipe,
-    Shape,
-    Slot,
-    Stays,
-    Tree,
-    memory_of,
-    outline_of,
-    read_plan,
-    shaper,
-    take_apart,
-)
+from shoal.wire.slots import Shape, Slot, memory_of, shaper
+from shoal.wire.together import Recipe, read_plan
+from shoal.wire.tree import Tree
 
 SMALL_BYTES = 64 * 1024
 """A buffer below this is small, as long as all small ones together stay below the next."""

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.errors import WireError
-from shoal.wire.tree import Parcel, Slot, check_slots
+from shoal.wire.apart import Parcel
+from shoal.wire.slots import Slot, check_slots
 
 VERSION = 1
 MAX_HEADER_BYTES = 64 * 1024

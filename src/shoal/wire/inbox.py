@@ -17,18 +17,9 @@ import torch
 
 from shoal.errors import PeerSilent, ShoalError, WireError
 from shoal.wire.front import Front
+from shoal.wire.slots import DTYPE_NAMES, aligned, allocate, memory_of, view_of
 from shoal.wire.terms import seconds
-from shoal.wire.tree import (
-    DTYPE_NAMES,
-    Path,
-    Tree,
-    aligned,
-    allocate,
-    memory_of,
-    tensors_of,
-    view_of,
-    with_tensors,
-)
+from shoal.wire.tree import Path, Tree, tensors_of, with_tensors
 
 Key = tuple[int, str]
 WaitUntil = Callable[[Callable[[], bool], float], bool]

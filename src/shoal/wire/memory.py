@@ -6,8 +6,9 @@ from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
+from shoal.wire.slots import view_of
 from shoal.wire.terms import check_way
-from shoal.wire.tree import Tree, view_of
+from shoal.wire.tree import Tree
 
 
 class MemoryLink(Link):

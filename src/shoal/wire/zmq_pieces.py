@@ -20,7 +20,7 @@ import zmq.utils.garbage  # ends at exit: after all who register later, and stil
 from shoal.errors import WireError
 from shoal.wire.front import Front, Memory
 from shoal.wire.inbox import Inbox
-from shoal.wire.tree import view_of
+from shoal.wire.slots import view_of
 
 send: Any = zmq.backend.Socket.send
 """What every send comes to, without the step before it for options that nobody uses here."""

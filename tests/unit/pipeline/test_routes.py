@@ -26,7 +26,10 @@ from shoal.pipeline.routes import Port, Routes, route
 from shoal.pipeline.split import OUTPUT, stage_module, values_made
 from shoal.pipeline.stage import Stage
 from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
-from shoal.wire.tree import allocate, memory_of, read_plan, take_apart, tensors_of, view_of
+from shoal.wire.apart import take_apart
+from shoal.wire.slots import allocate, memory_of, view_of
+from shoal.wire.together import read_plan
+from shoal.wire.tree import tensors_of
 
 WIDTH = 8
 Inputs = dict[str, Any]

@@ -18,6 +18,7 @@ from mutations import mutate
 from trees import same, trees
 
 from shoal.errors import WireError
+from shoal.wire.apart import take_apart
 from shoal.wire.front import (
     MAX_FRONT_BYTES,
     MAX_REMEMBERED,
@@ -30,7 +31,8 @@ from shoal.wire.front import (
 )
 from shoal.wire.header import DEFAULT_LIMIT_BYTES, MAX_HEADER_BYTES
 from shoal.wire.inbox import Inbox
-from shoal.wire.tree import Tree, take_apart, view_of
+from shoal.wire.slots import view_of
+from shoal.wire.tree import Tree
 
 PEER = 1
 FUZZ_FRAMES = 100_000

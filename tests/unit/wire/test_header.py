@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trees import same, trees
 
 from shoal.errors import WireError
+from shoal.wire.apart import Parcel, take_apart
 from shoal.wire.header import (
     DEFAULT_LIMIT_BYTES,
     MAX_HEADER_BYTES,
@@ -22,7 +23,6 @@ from shoal.wire.header import (
     decode_plan,
     encode,
 )
-from shoal.wire.tree import Parcel, take_apart
 
 
 def encoded(parcel: Parcel, tag: str = "") -> tuple[bytes, bytes]:

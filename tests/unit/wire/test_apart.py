@@ -13,16 +13,9 @@ from hypothesis import given, settings
 from trees import same, trees
 
 from shoal.errors import WireError
-from shoal.wire.tree import (
-    DTYPES,
-    Slot,
-    allocate,
-    check_slots,
-    memory_of,
-    read_plan,
-    take_apart,
-    view_of,
-)
+from shoal.wire.apart import take_apart
+from shoal.wire.slots import DTYPES, Slot, allocate, check_slots, memory_of, view_of
+from shoal.wire.together import read_plan
 
 
 def put_together(plan: Any, slots: list[Slot], tensors: list[torch.Tensor]) -> Any:
