@@ -169,21 +169,22 @@ class DistLink(Link):
             raise copy.copy(peer.lost)
         outgoing = _Outgoing(self, peer)
         message = as_tensor(bytearray(head))
-        pieces = [(FRONT, message[:BLOCK_BYTES])]
+        fronts = [(FRONT, message[:BLOCK_BYTES])]
         if len(message) > BLOCK_BYTES:
-            pieces.append((REST, message[BLOCK_BYTES:]))
-        on_gpu = []
+            fronts.append((REST, message[BLOCK_BYTES:]))
+        wholes, pieces, on_gpu = [], [], []
         for buffer in buffers:
             if isinstance(buffer, torch.Tensor):
                 on_gpu.append(buffer)
                 continue
             content = as_tensor(view_of(buffer))
             if len(content) <= PIECE_BYTES:
-                pieces.append((WHOLE + len(content), content))
+                wholes.append((WHOLE + len(content), content))
             else:
                 pieces += [(PIECE, piece) for piece in content.split(PIECE_BYTES)]
         try:
-            for tag, piece in pieces:
+            # The front after what the other side may be waiting for: it wakes up once, for both.
+            for tag, piece in wholes + fronts + pieces:
                 outgoing.works.append((peer.group.send([piece], peer.other, tag), piece))
             if peer.lane:
                 outgoing.works += [(peer.lane.send(buffer), buffer) for buffer in on_gpu]
@@ -218,7 +219,10 @@ class DistLink(Link):
             if outgoing is None:
                 return
             try:
-                for work, piece in outgoing.works:
+                works = outgoing.works
+                if all(piece.nbytes < PIECE_BYTES for _, piece in works):
+                    works = works[::-1]  # what began last mostly ends last: one wait, not several
+                for work, piece in works:
                     work.wait(_FOR_EVER)
                     # It takes what we send. Its own signs of life may not come through meanwhile:
                     # gloo sends nothing while there is always more to be read. What is small goes
@@ -318,13 +322,14 @@ class DistLink(Link):
                 tag = WHOLE + size if size <= PIECE_BYTES else PIECE
                 for work in [self._expect(peer, piece, tag) for piece in pieces]:
                     self._await(peer, work)
-        self._inbox.deliver(arrival)
-        # Not earlier: gloo would make us wait until it has read what is coming in.
+        # Not earlier: gloo would make us wait until it has read what is coming in. Nor later:
+        # whoever gets this message may answer it, and be answered, at once.
         peer.next_front = self._expect(peer, block, FRONT)
         in_hand = len(peer.spare) < MAX_SPARES  # a receive that waits cannot be taken back
         if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu and in_hand:
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
             peer.spare[size] = self._expect(peer, ready, WHOLE + size), ready
+        self._inbox.deliver(arrival)
 
     def _expect(self, peer: _Peer, place: torch.Tensor, tag: int) -> Any:
         return peer.group.recv([place], peer.other, tag)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shoal.closing import Closing
 from shoal.errors import PeerLost, PeerSilent, reason_of
 from shoal.wire.inbox import Inbox, ReceiveJob
+from shoal.wire.slots import keep_memory
 from shoal.wire.terms import check_places, check_seconds, check_way
 from shoal.wire.tree import Tree
 
@@ -53,6 +54,7 @@ class Link(Closing):
         self.timeout_s = timeout_s
         """How long a wait lasts at most, where it is not told otherwise."""
         self._inbox = Inbox(timeout_s)
+        keep_memory()
 
     def send(self, tree: Tree, to: int, tag: str = "", timeout_s: float | None = None) -> None:
         """Returns when `tree` may be changed again; it may not have arrived yet."""

@@ -19,6 +19,7 @@ from shoal.errors import WireError
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 2**48
 HUGE_BYTES = 4 * 2**20
+LARGEST_LESSON_BYTES = 32 * 2**20 - 64 * 1024
 ALIGNMENT = 64
 """Where torch puts its tensors. How matrix products round depends on it."""
 
@@ -152,3 +153,13 @@ def shaper(slot: Slot) -> Shape:
     if len(shape) == 1:
         return functools.partial(torch.frombuffer, dtype=DTYPES[slot.kind])
     return lambda content: torch.from_numpy(numpy.ndarray(shape, kind, content))
+
+
+def keep_memory() -> None:
+    """Let the C library keep the memory of what came for what comes next.
+
+    From the largest block that was freed it learns from where on to give memory back to the system
+    at once (mallopt(3), M_MMAP_THRESHOLD); it begins at 128 KiB, and every large tensor would come
+    with page faults. A block that is never touched costs nothing.
+    """
+    bytes(LARGEST_LESSON_BYTES)

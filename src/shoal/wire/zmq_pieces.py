@@ -30,18 +30,7 @@ PIECE_BYTES = 2**20
 WHOLE_BYTES = 4 * 2**20
 """At most, of a buffer that goes whole: the memory it comes in becomes the tensor's. Beyond this
 ZeroMQ is slow with it."""
-LARGEST_LESSON_BYTES = 32 * 2**20 - 64 * 1024
 STAMP = struct.Struct("<QI")
-
-
-def keep_memory() -> None:
-    """Let the C library keep the memory of pieces for the next ones.
-
-    From the largest block that was freed it learns from where on to give memory back to the system
-    at once (mallopt(3), M_MMAP_THRESHOLD); it begins at 128 KiB, and every piece would come with
-    page faults. A block that is never touched costs nothing.
-    """
-    bytes(LARGEST_LESSON_BYTES)
 
 
 class SentMemory:
