@@ -66,6 +66,8 @@ class Guest:
     refusal: str = ""
     broken_at: float = 0.0
     """When our connection to it broke; 0 while it has not."""
+    has_ended: bool = False
+    """The connection that its messages come by has been read to its end: all of them are here."""
 
     def is_author_of(self, frame: zmq.Frame) -> bool:
         return not self.public_key or frame.get("User-Id") == self.public_key
@@ -104,6 +106,10 @@ class Gate:
         """Connections to the listening socket, by file descriptor, with their addresses."""
         self._known: dict[int, Guest | None] = {}
         """Those of them that have said who they are."""
+        self._bringing: set[int] = set()
+        """Those of them that messages come by."""
+        self._ignored: set[int] = set()
+        """Those that said what means nothing, and were told of."""
         self._faults: list[tuple[str, str]] = []
         """Why those that are about to be closed were refused, with their hosts where known."""
         self._told: set[tuple[str, str]] = set()
@@ -136,13 +142,27 @@ class Gate:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def greet(self, frame: zmq.Frame, guest: Guest | None) -> None:
-        """The connection that `frame` came by is that of a peer, or of a stranger told of."""
-        self._known[int(frame.get(zmq.SRCFD))] = guest
+    def greet(self, frame: zmq.Frame, guest: Guest | None, brings_all: bool = False) -> None:
+        """The connection that `frame` came by is that of a peer, or of a caller.
 
-    def address_of(self, frame: zmq.Frame) -> str:
-        """Where `frame` came from, for people to read."""
-        return address_of(int(frame.get(zmq.SRCFD))) or "an address that is not known"
+        brings_all: the peer's messages come by it, not its signs of life.
+        """
+        descriptor = int(frame.get(zmq.SRCFD))
+        self._known[descriptor] = guest
+        if brings_all:
+            self._bringing.add(descriptor)
+
+    def turn_away(self, frame: zmq.Frame, fault: str) -> None:
+        """A stranger said what means nothing: one line for it, whatever else it says."""
+        descriptor = int(frame.get(zmq.SRCFD))
+        self._known[descriptor] = None  # no line more when it goes
+        address = address_of(descriptor) or "an address that is not known"
+        told = address.rpartition(":")[0], fault
+        if descriptor in self._ignored or told in self._told or len(self._told) >= MAX_TOLD:
+            return
+        self._ignored.add(descriptor)
+        self._told.add(told)
+        log.warning("rank %d ignores a stranger at %s: %s", self._rank, address, fault)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -224,8 +244,13 @@ class Gate:
             self._faults.append(("", "it does not speak as a rank does, or comes without a key"))
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._callers.pop(value, "")
+            self._ignored.discard(value)
             if value in self._known:
-                if guest := self._known.pop(value):
+                guest = self._known.pop(value)
+                brought_all = value in self._bringing
+                self._bringing.discard(value)
+                if guest:
+                    guest.has_ended |= brought_all
                     self._break(guest)
                 return
             host, fault = self._faults.pop(0) if self._faults else ("", NO_RANK)

@@ -34,22 +34,22 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_way, seconds
 from shoal.wire.tree import Tree
-from shoal.wire.zmq_gate import MAX_TOLD, Gate, Guest, Keys
+from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_pieces import (
     LAST,
     Due,
     SentMemory,
     check_size,
     is_whole,
-    keep_memory,
     send,
     send_pieces,
 )
 from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
 
 SEND_TURN_S = 0.005
-LAST_WORDS_S = 0.3
-"""After a connection broke: how long what is still underway may take to arrive."""
+LAST_WORDS_S = 1.0
+"""After a connection broke: how long what is still under way may take to arrive, unless it is known
+that all is here."""
 
 PULSE_GRACE_S = 0.2
 HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
@@ -84,6 +84,8 @@ class _Peer:
     """After its connection broke: when it was last heard of, or nothing of it was first."""
     passed_over: int = 0
     """How often others were heard since then. ZeroMQ takes from all in turn."""
+    has_ended: bool = False
+    """All that it sent was here to be received when it was last looked at."""
     has_come: bool = False
     has_pulse: bool = False
     is_gone: bool = False
@@ -120,9 +122,9 @@ class ZmqLink(Link):
                 "each; or, on a network that you trust, say --insecure."
             )
         super().__init__(rank, size, timeout_s)
-        keep_memory()
         self._limit_bytes = limit_bytes
         self._hung_s = hung_s
+        self._last_words_s = min(LAST_WORDS_S, hung_s / 4)
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.blocky = False
@@ -144,8 +146,6 @@ class ZmqLink(Link):
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_pulse: dict[bytes, _Peer] = {}
-        self._strangers: set[tuple[str, str]] = set()
-        """Hosts, and why they were ignored."""
         self._pumping = threading.Lock()
         self._frame = _NO_FRAME
         """What was received last."""
@@ -178,7 +178,7 @@ class ZmqLink(Link):
                 )
             guest = Guest(card.public_key)
             dealer, pulse = (self._dealer(card, guest, what) for what in ("", PULSE))
-            give_pulse(pulse, self._hung_s, LAST_WORDS_S)
+            give_pulse(pulse, self._hung_s, self._last_words_s)
             peer = self._peers[rank] = _Peer(
                 rank,
                 name,
@@ -259,7 +259,7 @@ class ZmqLink(Link):
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
                 broken = PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}")
         # Its last words, with the reason why it left, may have come and not been received.
-        if self._pump_until(lambda: peer.is_gone, 2 * LAST_WORDS_S):
+        if self._pump_until(lambda: peer.is_gone, 2 * self._last_words_s):
             raise self._inbox.lost(to)
         raise broken
 
@@ -381,7 +381,7 @@ class ZmqLink(Link):
         sign, reason = frame.bytes, ""
         if sign == HELLO and not peer.has_come:
             peer.has_come = True
-            self._gate.greet(frame, peer.guest)
+            self._gate.greet(frame, peer.guest, brings_all=True)
             return
         if sign not in (GOODBYE, DROPPED):
             raise WireError("it sent a sign that means nothing")
@@ -420,12 +420,15 @@ class ZmqLink(Link):
         for peer in self._peers.values():
             if not peer.guest.broken_at or peer.is_gone:
                 continue
-            if peer is heard or not peer.silent_since:
+            is_end_new = peer.guest.has_ended and not peer.has_ended
+            if peer is heard or not peer.silent_since or is_end_new:
+                peer.has_ended = peer.guest.has_ended
                 peer.silent_since = now
                 peer.passed_over = 0
+                continue
             peer.passed_over += 1
             had_its_turn = is_quiet or peer.passed_over > 2 * self.size
-            if had_its_turn and now > peer.silent_since + LAST_WORDS_S:
+            if had_its_turn and (peer.has_ended or now > peer.silent_since + self._last_words_s):
                 self._drop(peer, PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}"))
 
     def _refuse(self, peer: _Peer | None, error: WireError) -> None:
@@ -434,12 +437,7 @@ class ZmqLink(Link):
             self._drop(peer, PeerLost(f"{self._name} dropped {peer.name}: {error}"))
             self._send_sign(peer, DROPPED, str(error))
             return
-        self._gate.greet(self._frame, None)  # no line more when it goes
-        address = self._gate.address_of(self._frame)
-        key = address.rpartition(":")[0], str(error)
-        if key not in self._strangers and len(self._strangers) < MAX_TOLD:
-            self._strangers.add(key)  # one line each, not one for each message
-            log.warning("rank %d ignores a stranger at %s: %s", self.rank, address, error)
+        self._gate.turn_away(self._frame, str(error))
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:
         peer.is_gone = True
