@@ -70,7 +70,8 @@ class Pipeline:
         self._averages = averages or Alone()
         self._ranks = self.layout.ranks_of_replica(self.replica)
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._is_training = True
+        self._mode: bool | None = None
+        """What train() or eval() has said; None: every module is as it came."""
         self._num_begun = 0
         self._graph: Graph | None = None
         self._stage: Stage | None = None
@@ -157,7 +158,8 @@ class Pipeline:
         self._stage = stage
         self._runner = Runner(stage, self._link, self._ranks, self.timeline)
         self._optimizer = self._make_optimizer()
-        self.train(self._is_training)
+        if self._mode is not None:
+            stage.module.train(self._mode)
 
     def _weighted_stage(self, graph: Graph) -> Stage:
         """With rank 0's weights on every rank; or, where each makes its own, of one seed."""
@@ -233,7 +235,7 @@ class Pipeline:
         return self.module.parameters()
 
     def train(self, mode: bool = True) -> Self:
-        self._is_training = mode
+        self._mode = mode
         if self._stage is not None:
             self._stage.module.train(mode)
         return self
@@ -314,14 +316,14 @@ class Pipeline:
         inputs: list[dict[str, Tree]] = []
         if self.stage_number == 0:
             named, parts = self._in_parts(x)
-            announced = [what, self._num_begun, parts[0].total, self._is_training]
+            announced = [what, self._num_begun, parts[0].total, self.module.training]
             for rank in self._ranks[1:]:
                 self._link.isend(announced, rank, "begin")
             inputs = micro_batches.split(named, parts)
         else:
             with self.timeline.span("wait"):
                 announced = self._link.recv(self._ranks[0], "begin")
-            expected = [what, self._num_begun, announced[2], self._is_training]
+            expected = [what, self._num_begun, announced[2], self.module.training]
             if announced != expected:
                 raise ModelError(
                     f"rank {self._crew.rank} does {_told(expected)}; rank {self._ranks[0]} does "
