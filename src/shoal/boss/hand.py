@@ -39,6 +39,7 @@ from shoal.pipeline.build import materialise
 from shoal.pipeline.known import Allowed
 from shoal.pipeline.lying import packed, unpacked
 from shoal.pipeline.portable import unpack
+from shoal.pipeline.plan import no_parameter
 from shoal.pipeline.rebuild import fill, from_data
 from shoal.pipeline.routes import Port, Routes
 from shoal.pipeline.runner import Runner
@@ -175,7 +176,7 @@ class Hand:
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ModelError(f"torch.optim has no optimizer {order.name!r}")
         trainable = [p for p in self.stage.module.parameters() if p.requires_grad]
-        self._optimizer = kind(trainable or [nn.Parameter(torch.empty(0))], **order.options)
+        self._optimizer = kind(trainable or [no_parameter()], **order.options)
         self._step = 0
 
     def _take_step(self, order: Step) -> None:

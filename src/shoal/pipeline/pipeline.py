@@ -21,11 +21,28 @@ from shoal.crew import Crew
 from shoal.errors import ModelError, SettingsError
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
-from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, materialise, outline
+from shoal.pipeline.build import (
+    Model,
+    as_module,
+    check_stages,
+    check_state,
+    is_on_meta,
+    materialise,
+    outline,
+)
+from shoal.pipeline.chance import Chance
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
-from shoal.pipeline.plan import Plan, ReplicaPlace, check_loss, check_optimizer, plan_faults, terms
+from shoal.pipeline.plan import (
+    Plan,
+    ReplicaPlace,
+    check_loss,
+    check_optimizer,
+    no_parameter,
+    plan_faults,
+    terms,
+)
 from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -80,6 +97,7 @@ class Pipeline:
         module = as_module(model, plan.seed, example)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
+        check_state(module)
         crew.agree("how the model is trained", terms(plan))
         crew.agree("the model", outline(graph))
         self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
@@ -189,11 +207,10 @@ class Pipeline:
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.plan.optimizer is None:
             return None
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        # A stage without parameters has an optimizer all the same: schedulers want one.
-        made = self.plan.optimizer(
-            trainable or [nn.Parameter(torch.empty(0))], **self.plan.optimizer_options
-        )
+        # Frozen ones too: they may be trained later. A stage without any has an optimizer all the
+        # same, as schedulers want one.
+        mine = list(self.module.parameters()) or [no_parameter()]
+        made = self.plan.optimizer(mine, **self.plan.optimizer_options)
         check_optimizer(made)
         return made
 
