@@ -11,6 +11,7 @@ the loss, which comes from the last stage; between them everything follows the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -90,14 +91,15 @@ class Pipeline:
         self._mode: bool | None = None
         """What train() or eval() has said; None: every module is as it came."""
         self._num_begun = 0
+        self._chance: Chance | None = None
         self._graph: Graph | None = None
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
         module = as_module(model, plan.seed, example)
+        check_state(module)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
-        check_state(module)
         crew.agree("how the model is trained", terms(plan))
         crew.agree("the model", outline(graph))
         self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
@@ -174,6 +176,8 @@ class Pipeline:
         stage = self._weighted_stage(graph)
         self._graph = None  # and with it the other stages' parameters
         self._stage = stage
+        if self._crew.size > 1:  # alone, it is one process
+            self._chance = Chance(self._crew.rank, self._crew.device)
         self._runner = Runner(stage, self._link, self._ranks, self.timeline)
         self._optimizer = self._make_optimizer()
         if self._mode is not None:
@@ -300,7 +304,7 @@ class Pipeline:
 
         schedule = self._schedule(self.plan.schedule, len(parts))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._own_chance():
                 self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
         finally:
             self.stage.forget()
@@ -315,6 +319,9 @@ class Pipeline:
                 self.clip_grad_norm_(self.plan.clip_norm)
             optimizer.step()
             self.module.zero_grad()
+
+    def _own_chance(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._chance is None else self._chance.own()
 
     def _part_weight(self, part: Share) -> float:
         return part.size / part.total if self.plan.reduction == "mean" else 1.0
@@ -429,7 +436,7 @@ class Pipeline:
         def finish(number: int, output: Any) -> None:
             outputs.append(output)
 
-        with torch.no_grad():
+        with torch.no_grad(), self._own_chance():
             schedule = self._schedule("", len(parts))
             self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
         if not self.is_last:
