@@ -31,6 +31,7 @@ from pipeline_nets import (
     STEPS,
     Batch,
     FanOut,
+    Features,
     Loss,
     Oddities,
     OwnParameters,
@@ -465,6 +466,18 @@ def modes_as_they_came(crew: shoal.JoinedCrew, schedule: str) -> None:
         train_alone(alone, batches)
         same(state, alone)
         assert alone.norm.num_batches_tracked == 0
+
+
+def case_what_is_random_and_not_in_the_state_is_rank_0s(crew: shoal.JoinedCrew) -> None:
+    """As its weights are, where ranks have other seeds."""
+    batches = batches_of_rows([8] * 5)
+    torch.manual_seed(SEED + crew.rank)
+    cuts = {2: ["sin"], 4: ["sin", "add", "last"]}
+    state = Together(crew, Features(), cuts, schedule="sequential").run(batches)
+    torch.manual_seed(SEED)
+    alone = Features()
+    train_alone(alone, batches)
+    same(state, alone)
 
 
 def case_parameters_that_are_freed_later(crew: shoal.JoinedCrew) -> None:

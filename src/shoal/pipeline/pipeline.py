@@ -186,10 +186,8 @@ class Pipeline:
     def _weighted_stage(self, graph: Graph) -> Stage:
         """With rank 0's weights on every rank; or, where each makes its own, of one seed."""
         device = self._crew.device
-        names = [
-            list(Stage.of(graph, self.routes, stage).module.state_dict())
-            for stage in range(self.plan.stages)
-        ]
+        stages = [Stage.of(graph, self.routes, number) for number in range(self.plan.stages)]
+        names = [list(stage.module.state_dict()) for stage in stages]
         mine = names[self.stage_number]
         used = {name for each in names for name in each}
         stray = [name for name in self._shapes if name not in used and self.stage_number == 0]
@@ -202,10 +200,13 @@ class Pipeline:
         stage.module.to(device)
         if not self._is_own_init and self._crew.rank == 0:
             for rank in range(1, self._crew.size):
-                theirs = names[self.layout.stage_of(rank)]
-                self._link.send({name: state[name] for name in theirs}, rank, "weights")
+                theirs = stages[self.layout.stage_of(rank)].tensors()
+                self._link.send(theirs, rank, "weights")
         elif not self._is_own_init:
-            stage.module.load_state_dict(self._link.recv(0, "weights"))
+            weights = self._link.recv(0, "weights")
+            for name, tensor in stage.tensors().items():
+                if not torch.equal(tensor, weights[name]):  # one that was expanded takes no values
+                    tensor.copy_(weights[name])
         return stage
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
