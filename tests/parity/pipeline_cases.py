@@ -31,6 +31,7 @@ from pipeline_nets import (
     STEPS,
     Batch,
     FanOut,
+    Features,
     Loss,
     Oddities,
     OwnParameters,
@@ -452,6 +453,84 @@ def case_train_and_eval(crew: shoal.JoinedCrew) -> None:
     assert alone.norm.num_batches_tracked == STEPS // 2
 
 
+def modes_as_they_came(crew: shoal.JoinedCrew, schedule: str) -> None:
+    """A frozen batch norm, as for fine-tuning; then a model that is given in eval()."""
+    for asleep in ("norm", ""):
+        model, alone = oddities(0.4), oddities(0.4)
+        model.dropout = alone.dropout = 0.0 if asleep else 0.4
+        for each in (model, alone):
+            each.get_submodule(asleep).eval()
+        batches = batches_of_rows([8] * 5)
+        together = Together(crew, model, ODDITIES_CUTS, schedule=schedule, microbatches=1)
+        state = together.run(batches)
+        train_alone(alone, batches)
+        same(state, alone)
+        assert alone.norm.num_batches_tracked == 0
+
+
+def case_what_is_random_and_not_in_the_state_is_rank_0s(crew: shoal.JoinedCrew) -> None:
+    """As its weights are, where ranks have other seeds."""
+    batches = batches_of_rows([8] * 5)
+    torch.manual_seed(SEED + crew.rank)
+    cuts = {2: ["sin"], 4: ["sin", "add", "last"]}
+    state = Together(crew, Features(), cuts, schedule="sequential").run(batches)
+    torch.manual_seed(SEED)
+    alone = Features()
+    train_alone(alone, batches)
+    same(state, alone)
+
+
+def case_parameters_that_are_freed_later(crew: shoal.JoinedCrew) -> None:
+    """As in gradual unfreezing: the optimizer has had them from the beginning."""
+    together = Together(crew, oddities(0.0), ODDITIES_CUTS, schedule="sequential")
+    alone = oddities(0.0)
+    optimizer = torch.optim.SGD(alone.parameters(), **SGD)
+    for step, (x, y) in enumerate(batches_of_rows([8] * 6)):
+        if step == 3:
+            for parameter in [*together.pipe.parameters(), *alone.parameters()]:
+                parameter.requires_grad_()
+        together.step(x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    assert alone.frozen.weight.grad is not None
+    same(together.finish(), alone)
+
+
+def case_dropout_draws_other_numbers_on_other_ranks(crew: shoal.JoinedCrew) -> None:
+    """And none of the script's, which stay the same on all: a DataLoader may shuffle by them."""
+    halves = [nn.Dropout(0.5) for _ in range(crew.size)]
+    cuts = {crew.size: [str(number) for number in range(1, crew.size)]}
+    torch.manual_seed(SEED)
+    together = Together(
+        crew, nn.Sequential(*halves), cuts, optimizer=None, loss=lambda out, _: out.sum()
+    )
+    left = (together.output(torch.ones(1000, 4)) != 0).double().mean().item()
+    assert abs(left - 0.5**crew.size) < 0.04, f"{left:.3f} of all is left by {crew.size} halvings"
+    drawn = crew.exchange("chance", torch.rand(3).tolist())
+    assert all(each == drawn[0] for each in drawn), "the script's numbers differ between ranks"
+    torch.manual_seed(SEED)
+    assert drawn[0] == torch.rand(3).tolist(), "the model has drawn from the script's numbers"
+
+
+def case_muon(crew: shoal.JoinedCrew) -> None:
+    """Which takes matrices only; also in stages that have none."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(SEED)
+        layers = [nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False), nn.Tanh()]
+        return nn.Sequential(*layers)
+
+    cuts = {2: ["2"], 4: ["1", "2", "3"]}
+    options: dict[str, Any] = {"optimizer": torch.optim.Muon, "lr": 0.01}
+    together = Together(crew, model(), cuts, schedule="sequential", **options)
+    batches = batches_of_rows([8] * 5)
+    alone = model()
+    state = together.run(batches)
+    train_alone(alone, batches, **options)
+    same(state, alone)
+
+
 def case_dropout_is_off_in_eval(crew: shoal.JoinedCrew) -> None:
     together = Together(crew, oddities(0.4), ODDITIES_CUTS, microbatches=2)
     alone = oddities(0.4).eval()
@@ -461,9 +540,7 @@ def case_dropout_is_off_in_eval(crew: shoal.JoinedCrew) -> None:
     together.pipe.eval()
     assert torch.allclose(together.output(x), expected, rtol=1e-5)
     together.pipe.train()
-    torch.manual_seed(1)
     first = together.output(x)
-    torch.manual_seed(2)
     assert not torch.equal(first, together.output(x)), "dropout is for train()"
     together.pipe.eval()
     assert (
@@ -828,6 +905,10 @@ def _cases() -> dict[str, Case]:
         made[f"optimizer: {name}"] = functools.partial(optimizer_of_torch, name=name)
     for kind in SCHEDULERS:
         made[f"learning rates by {kind}"] = functools.partial(learning_rates, kind=kind)
+    for schedule in SCHEDULES:
+        made[f"modes as they came: {schedule}"] = functools.partial(
+            modes_as_they_came, schedule=schedule
+        )
     for way in ("the first batch", "an example", "prepare()"):
         made[f"automatic cuts by {way}"] = functools.partial(automatic_cuts, way=way)
     for schedule in ("gpipe", "1f1b"):

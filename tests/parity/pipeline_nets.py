@@ -246,6 +246,23 @@ class Oddities(nn.Module):
 ODDITIES_CUTS = {2: ["norm"], 3: ["plain", "norm"], 4: ["plain", "norm", "last"]}
 
 
+class Features(nn.Module):
+    """Random ones: a buffer that is not in the state, and a tensor that is not even a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.register_buffer("frequencies", torch.randn(8), persistent=False)
+        self.phases = torch.randn(8)
+        self.halves = torch.full((1,), 0.5).expand(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(self.first(x)) * self.frequencies
+        out: torch.Tensor = self.last(x * self.halves + self.phases)
+        return out
+
+
 class Scaled(nn.Module):
     """Of the user's own making: traced through, with a parameter and a beginning of its own."""
 

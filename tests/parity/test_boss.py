@@ -212,6 +212,13 @@ def test_modules_stay_in_the_mode_they_came_in(boss: Boss) -> None:
     assert not boss.place(alone.eval(), cuts=["1", "2"]).training
 
 
+def test_dropout_draws_other_numbers_on_other_workers(boss: Boss) -> None:
+    """All of them begin with the same seed, torch's own: their masks were the same."""
+    model = boss.place(nn.Sequential(*[nn.Dropout(0.5) for _ in range(3)]), cuts=["1", "2"])
+    left = (model(torch.ones(1000, 4)) != 0).double().mean().item()
+    assert abs(left - 0.125) < 0.03
+
+
 # -- several micro-batches -------------------------------------------------------------------------
 
 

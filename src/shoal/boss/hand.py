@@ -36,8 +36,10 @@ from shoal.boss.orders import (
 )
 from shoal.errors import ModelError, PeerLost, WireError
 from shoal.pipeline.build import materialise
+from shoal.pipeline.chance import Chance
 from shoal.pipeline.known import Allowed
 from shoal.pipeline.lying import packed, unpacked
+from shoal.pipeline.plan import no_parameter
 from shoal.pipeline.portable import unpack
 from shoal.pipeline.rebuild import fill, from_data
 from shoal.pipeline.routes import Port, Routes
@@ -70,6 +72,7 @@ class Hand:
         self._device = device
         self._stage: Stage | None = None
         self._runner: Runner | None = None
+        self._chance: Chance | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss: nn.Module | None = None
         self._arrivals: dict[tuple[int, int], list[Arrival]] = {}
@@ -165,6 +168,7 @@ class Hand:
         self._stage = Stage(
             routes, order.stage, module, module, inputs=order.inputs, makes=order.makes
         )
+        self._chance = Chance(order.stage, self._device)  # workers all have the same seed
         ranks = range(1, routes.num_stages + 1)
         self._runner = Runner(self._stage, self._link, ranks, self._timeline, self._wait)
         self._arrivals.clear()
@@ -175,7 +179,7 @@ class Hand:
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ModelError(f"torch.optim has no optimizer {order.name!r}")
         trainable = [p for p in self.stage.module.parameters() if p.requires_grad]
-        self._optimizer = kind(trainable or [nn.Parameter(torch.empty(0))], **order.options)
+        self._optimizer = kind(trainable or [no_parameter()], **order.options)
         self._step = 0
 
     def _take_step(self, order: Step) -> None:
@@ -274,7 +278,9 @@ class Hand:
 
     def _run(self, schedule: Schedule, call: int, **how: Any) -> None:
         assert self._runner is not None
-        self._runner.run(schedule, call=call, **how)
+        assert self._chance is not None
+        with self._chance.own():
+            self._runner.run(schedule, call=call, **how)
 
     def _forget(self, calls: list[int]) -> None:
         for call in calls:

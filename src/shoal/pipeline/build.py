@@ -141,6 +141,24 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
+def check_state(model: nn.Module) -> None:
+    """Can every stage have its part of the model's state?"""
+    state = model.state_dict()
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    faults = [
+        f"{name} has no shape yet: call the model once, model(x), before it is cut."
+        for name in state
+        if name not in others and is_lazy(state[name])
+    ]
+    faults += [
+        f"{name} (get_extra_state) is no tensor, and nothing else goes from rank to rank with a "
+        "model. Make a buffer of it, or leave it out of the state."
+        for name in others
+    ]
+    if faults:
+        raise ModelError(faults)
+
+
 def outline(graph: Graph) -> list[str]:
     """What must be the same on every rank for cuts to mean the same."""
     tensors = [

@@ -7,7 +7,7 @@ order in which the model itself computes. A stage is a stretch of the row.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.trace import changes_in_place, keep_whole, line_of, trace
+from shoal.pipeline.trace import changes_in_place, inside, keep_whole, line_of, trace
 from shoal.settings import counted
 
 
@@ -68,7 +68,7 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     """Raises ModelError if the model cannot be read."""
     was_training = {module: module.training for module in model.modules()}
     try:
-        training, evaluating = _both_modes(model, inputs)
+        training, evaluating = _both_modes(model, inputs, was_training)
     finally:
         for module, mode in was_training.items():
             module.training = mode
@@ -82,8 +82,12 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     )
 
 
-def _both_modes(model: nn.Module, inputs: Sequence[str] | None) -> tuple[fx.Graph, fx.Graph]:
+def _both_modes(
+    model: nn.Module, inputs: Sequence[str] | None, was_training: Mapping[nn.Module, bool]
+) -> tuple[fx.Graph, fx.Graph]:
     whole: set[str] = set()
+    # A whole module asks its own mode, whatever the model's is.
+    others = {n for n, each in model.named_modules() if was_training[each] != was_training[model]}
     while True:
         training = trace(model.train(), inputs, whole)
         known = set(whole)
@@ -92,6 +96,9 @@ def _both_modes(model: nn.Module, inputs: Sequence[str] | None) -> tuple[fx.Grap
             continue
         different = _different_steps(training, evaluating)
         if not different:
+            asking = [n for n in _asking_the_mode(training, evaluating) if inside(n) in others]
+            if any(keep_whole(node, whole) for node in asking):
+                continue
             return training, evaluating
         if not any(keep_whole(node, whole) for node in different):
             raise ModelError(
@@ -111,6 +118,21 @@ def _different_steps(training: fx.Graph, evaluating: fx.Graph) -> list[fx.Node]:
         if len({(n.name, n.op, n.target) if n else None for n in pair}) > 1:
             return [node for node in pair if node]
     return []
+
+
+def _asking_the_mode(training: fx.Graph, evaluating: fx.Graph) -> list[fx.Node]:
+    """Steps of both modes whose arguments are not the same, as F.dropout(x, 0.1, self.training)."""
+    of_eval = {node.name: node for node in evaluating.nodes}
+    return [
+        node
+        for node in training.nodes
+        if _is_unit(node) and _arguments(node) != _arguments(of_eval[node.name])
+    ]
+
+
+def _arguments(node: fx.Node) -> str:
+    named = fx.map_arg((node.args, node.kwargs), lambda n: "" if n.op == "get_attr" else n.name)
+    return repr(named)
 
 
 def paths_of(node: fx.Node) -> list[str]:

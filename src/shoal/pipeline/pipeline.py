@@ -11,6 +11,7 @@ the loss, which comes from the last stage; between them everything follows the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -21,11 +22,28 @@ from shoal.crew import Crew
 from shoal.errors import ModelError, SettingsError
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
-from shoal.pipeline.build import Model, as_module, check_stages, is_on_meta, materialise, outline
+from shoal.pipeline.build import (
+    Model,
+    as_module,
+    check_stages,
+    check_state,
+    is_on_meta,
+    materialise,
+    outline,
+)
+from shoal.pipeline.chance import Chance
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
-from shoal.pipeline.plan import Plan, ReplicaPlace, check_loss, check_optimizer, plan_faults, terms
+from shoal.pipeline.plan import (
+    Plan,
+    ReplicaPlace,
+    check_loss,
+    check_optimizer,
+    no_parameter,
+    plan_faults,
+    terms,
+)
 from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
@@ -70,13 +88,16 @@ class Pipeline:
         self._averages = averages or Alone()
         self._ranks = self.layout.ranks_of_replica(self.replica)
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._is_training = True
+        self._mode: bool | None = None
+        """What train() or eval() has said; None: every module is as it came."""
         self._num_begun = 0
+        self._chance: Chance | None = None
         self._graph: Graph | None = None
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
         module = as_module(model, plan.seed, example)
+        check_state(module)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
         crew.agree("how the model is trained", terms(plan))
@@ -155,17 +176,18 @@ class Pipeline:
         stage = self._weighted_stage(graph)
         self._graph = None  # and with it the other stages' parameters
         self._stage = stage
+        if self._crew.size > 1:  # alone, it is one process
+            self._chance = Chance(self._crew.rank, self._crew.device)
         self._runner = Runner(stage, self._link, self._ranks, self.timeline)
         self._optimizer = self._make_optimizer()
-        self.train(self._is_training)
+        if self._mode is not None:
+            stage.module.train(self._mode)
 
     def _weighted_stage(self, graph: Graph) -> Stage:
         """With rank 0's weights on every rank; or, where each makes its own, of one seed."""
         device = self._crew.device
-        names = [
-            list(Stage.of(graph, self.routes, stage).module.state_dict())
-            for stage in range(self.plan.stages)
-        ]
+        stages = [Stage.of(graph, self.routes, number) for number in range(self.plan.stages)]
+        names = [list(stage.module.state_dict()) for stage in stages]
         mine = names[self.stage_number]
         used = {name for each in names for name in each}
         stray = [name for name in self._shapes if name not in used and self.stage_number == 0]
@@ -178,20 +200,22 @@ class Pipeline:
         stage.module.to(device)
         if not self._is_own_init and self._crew.rank == 0:
             for rank in range(1, self._crew.size):
-                theirs = names[self.layout.stage_of(rank)]
-                self._link.send({name: state[name] for name in theirs}, rank, "weights")
+                theirs = stages[self.layout.stage_of(rank)].tensors()
+                self._link.send(theirs, rank, "weights")
         elif not self._is_own_init:
-            stage.module.load_state_dict(self._link.recv(0, "weights"))
+            weights = self._link.recv(0, "weights")
+            for name, tensor in stage.tensors().items():
+                if not torch.equal(tensor, weights[name]):  # one that was expanded takes no values
+                    tensor.copy_(weights[name])
         return stage
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.plan.optimizer is None:
             return None
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        # A stage without parameters has an optimizer all the same: schedulers want one.
-        made = self.plan.optimizer(
-            trainable or [nn.Parameter(torch.empty(0))], **self.plan.optimizer_options
-        )
+        # Frozen ones too: they may be trained later. A stage without any has an optimizer all the
+        # same, as schedulers want one.
+        mine = list(self.module.parameters()) or [no_parameter()]
+        made = self.plan.optimizer(mine, **self.plan.optimizer_options)
         check_optimizer(made)
         return made
 
@@ -233,7 +257,7 @@ class Pipeline:
         return self.module.parameters()
 
     def train(self, mode: bool = True) -> Self:
-        self._is_training = mode
+        self._mode = mode
         if self._stage is not None:
             self._stage.module.train(mode)
         return self
@@ -281,7 +305,7 @@ class Pipeline:
 
         schedule = self._schedule(self.plan.schedule, len(parts))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._own_chance():
                 self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
         finally:
             self.stage.forget()
@@ -296,6 +320,9 @@ class Pipeline:
                 self.clip_grad_norm_(self.plan.clip_norm)
             optimizer.step()
             self.module.zero_grad()
+
+    def _own_chance(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._chance is None else self._chance.own()
 
     def _part_weight(self, part: Share) -> float:
         return part.size / part.total if self.plan.reduction == "mean" else 1.0
@@ -314,14 +341,14 @@ class Pipeline:
         inputs: list[dict[str, Tree]] = []
         if self.stage_number == 0:
             named, parts = self._in_parts(x)
-            announced = [what, self._num_begun, parts[0].total, self._is_training]
+            announced = [what, self._num_begun, parts[0].total, self.module.training]
             for rank in self._ranks[1:]:
                 self._link.isend(announced, rank, "begin")
             inputs = micro_batches.split(named, parts)
         else:
             with self.timeline.span("wait"):
                 announced = self._link.recv(self._ranks[0], "begin")
-            expected = [what, self._num_begun, announced[2], self._is_training]
+            expected = [what, self._num_begun, announced[2], self.module.training]
             if announced != expected:
                 raise ModelError(
                     f"rank {self._crew.rank} does {_told(expected)}; rank {self._ranks[0]} does "
@@ -410,7 +437,7 @@ class Pipeline:
         def finish(number: int, output: Any) -> None:
             outputs.append(output)
 
-        with torch.no_grad():
+        with torch.no_grad(), self._own_chance():
             schedule = self._schedule("", len(parts))
             self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
         if not self.is_last:

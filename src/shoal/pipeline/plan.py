@@ -75,6 +75,7 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
             f"{_shown('loss=', loss)}: must be a function (output, target) -> loss, such as "
             "torch.nn.functional.mse_loss."
         )
+    found += _loss_faults(plan)
     norm: Any = plan.clip_norm
     if norm is not None and not (isinstance(norm, float | Real) and float(norm) > 0):
         found.append(f"{_shown('clip_norm=', norm)}: must be a positive number.")
@@ -92,6 +93,27 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
     if not isinstance(seed, int | Integral):
         found.append(f"{_shown('seed=', seed)}: must be a whole number.")
     return found + name_faults("inputs=", plan.inputs) + _optimizer_faults(plan)
+
+
+def _loss_faults(plan: Plan) -> list[str]:
+    """What a loss that is a module says of itself, and would go wrong without a word."""
+    loss: Any = plan.loss
+    if not isinstance(loss, nn.Module):
+        return []
+    kind = type(loss).__name__
+    found = []
+    if names := [name for name, p in loss.named_parameters() if p.requires_grad]:
+        found.append(
+            f"loss={kind}: has parameters of its own ({', '.join(names[:5])}), which nobody would "
+            "train. Put them into the model."
+        )
+    given = getattr(loss, "reduction", None)
+    if {"mean", "sum", "none"} >= {given, plan.reduction} and given != plan.reduction:
+        found.append(
+            f"loss={kind}(reduction={given!r}): must give one number, and as reduction= of the "
+            f"pipeline says, which is {plan.reduction!r}."
+        )
+    return found
 
 
 def whole_number_faults(option: str, value: Any) -> list[str]:
@@ -145,11 +167,16 @@ def _optimizer_faults(plan: Plan) -> list[str]:
     try:
         signature.bind([], **options)
         if getattr(optimizer, "__module__", "").startswith("torch.optim"):
-            optimizer([nn.Parameter(torch.empty(0))], **options)  # which looks at the values
+            optimizer([no_parameter()], **options)  # which looks at the values
     except (TypeError, ValueError) as error:
         name = getattr(optimizer, "__name__", optimizer)
         return [f"optimizer={name}: {str(error).removesuffix('.')}."]
     return []
+
+
+def no_parameter() -> nn.Parameter:
+    """For an optimizer that has nothing to do; with two dimensions, as Muon takes no others."""
+    return nn.Parameter(torch.empty(0, 0))
 
 
 def terms(plan: Plan) -> list[str]:

@@ -260,7 +260,7 @@ def _callable(node: fx.Node, model: nn.Module) -> tuple[Callable[..., Any], list
     if node.op == "call_module":
         module = copy.deepcopy(model.get_submodule(str(node.target)))
         materialise(module, 0, torch.device("cpu"))
-        return module.train(), list(module.parameters())
+        return module, list(module.parameters())
     if node.op == "call_method":
         name = str(node.target)
         return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs), []

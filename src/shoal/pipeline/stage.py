@@ -120,6 +120,15 @@ class Stage:
         makes = values_made(graph, routes, number)
         return cls(routes, number, training, evaluating, inputs=graph.inputs, makes=makes)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it computes with: parameters, buffers of its state or not, and constants."""
+        return {
+            name: tensor.detach()
+            for module in (self.module, *self._evaluating)
+            for found in (module.named_parameters, module.named_buffers)
+            for name, tensor in found(remove_duplicate=False)
+        }
+
     @property
     def num_kept(self) -> int:
         """Micro-batches whose activations are held."""

@@ -223,11 +223,16 @@ def _read_twice(model: nn.Module, fixed: dict[str, Any], whole: set[str]) -> fx.
 
 def keep_whole(node: fx.Node, whole: set[str]) -> bool:
     """Adds the module in whose forward a step is. False: it is the model's own."""
-    inside = str(node.meta.get(_INSIDE, ""))
-    if not inside or inside in whole:
+    path = inside(node)
+    if not path or path in whole:
         return False
-    whole.add(inside)
+    whole.add(path)
     return True
+
+
+def inside(node: fx.Node) -> str:
+    """The module in whose forward a step is; nothing: the model's own."""
+    return str(node.meta.get(_INSIDE, ""))
 
 
 def line_of(node: fx.Node) -> str:

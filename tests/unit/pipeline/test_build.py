@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.pipeline.build import as_module, check_stages, is_on_meta, materialise, outline
+from shoal.pipeline.build import (
+    as_module,
+    check_stages,
+    check_state,
+    is_on_meta,
+    materialise,
+    outline,
+)
 from shoal.pipeline.graph import read
 from shoal.pipeline.layer import Layer
 from shoal.pipeline.routes import route
@@ -516,3 +523,16 @@ def test_layers_made_on_meta_that_cannot_be_given_weights_are_named_together() -
         model = Silent()
     with pytest.raises(ModelError, match=r"^Silent \(Silent\) has no reset_parameters"):
         materialise(model, 5, CPU)
+
+
+class Noted(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
+def test_states_that_cannot_be_shared_out() -> None:
+    with pytest.raises(ModelError) as caught:
+        check_state(nn.Sequential(nn.LazyLinear(2, bias=False), Noted(2, 2)))
+    lazy, extra = caught.value.faults
+    assert lazy.startswith("0.weight has no shape yet: call the model once")
+    assert extra.startswith("1._extra_state (get_extra_state) is no tensor")

@@ -178,6 +178,19 @@ def test_a_module_with_two_ways_that_is_kept_whole_is_one_step() -> None:
     assert read(nn.Sequential(square(), Whole())).units == ["_0", "_1"]
 
 
+def test_a_module_in_another_mode_than_the_model_keeps_it_where_its_steps_ask() -> None:
+    """Read as the model's, dropout would be on in a part that was put to sleep."""
+
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(x, 0.5, self.training) + 1
+
+    model = nn.Sequential(square(), Part(), Part())
+    assert read(model).units == ["_0", "dropout", "add", "dropout_1", "add_1"]
+    model[1].eval()
+    assert read(model).units == ["_0", "_1", "dropout", "add"]
+
+
 def test_a_piece_of_a_buffer_is_the_same_step_in_both_modes() -> None:
     """torch.fx numbers the constants that it finds; the second reading began to count at 1."""
 

@@ -54,6 +54,15 @@ def test_sequential_takes_the_batch_whole_whatever_is_said() -> None:
 
 # -- what a script says ----------------------------------------------------------------------------
 
+
+class Scaled(nn.Module):
+    """A loss that would learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
 MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
 
 
@@ -74,6 +83,13 @@ MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
         ({"cuts": ["a", "b"]}, "cuts=: it takes 1 cut to make 2 stages; 2 given (a, b)."),
         ({"inputs": "x"}, "inputs='x': must be a list of names"),
         ({"loss": "mse"}, "loss='mse': must be a function (output, target) -> loss"),
+        ({"loss": Scaled()}, "loss=Scaled: has parameters of its own (scale), which nobody would"),
+        ({"loss": nn.MSELoss(reduction="sum")}, "loss=MSELoss(reduction='sum'): must give one"),
+        ({"loss": nn.MSELoss(reduction="none")}, "loss=MSELoss(reduction='none'): must give one"),
+        (
+            {"loss": nn.MSELoss(), "reduction": "sum"},
+            "loss=MSELoss(reduction='mean'): must give one",
+        ),
         ({"optimizer": "sgd"}, "optimizer='sgd': must be a class, such as torch.optim.SGD"),
         ({"optimizer": MADE}, "optimizer=: is made already"),
         ({"optimizer_options": {"microbatch": 4}}, "optimizer=SGD: got an unexpected keyword"),
