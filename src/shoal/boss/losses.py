@@ -26,8 +26,8 @@ def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
         why = re.sub(r"^_Calling(\.forward)?", "", str(error).removesuffix(WAYS_OUT)).strip()
         raise ModelError(
             f"loss: {why}\n"
-            "Use a function of torch.nn.functional or a module of torch.nn, or compute it here: "
-            "loss(model(x), y).backward()."
+            "Use a function of torch.nn.functional or a module of torch.nn, or compute the loss "
+            "here: loss(model(x), y).backward()."
         ) from error
     returned = traced.graph.output_node().args[0]
     if not isinstance(returned, fx.Node):
