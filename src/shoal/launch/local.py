@@ -106,6 +106,8 @@ def run_ranks(commands: Sequence[RankCommand], listener: Listener) -> RankEnd | 
                 supervisor.start(command)
             return supervisor.watch()
         finally:
+            for each in STOP_SIGNALS:  # after an error too: what it cuts short, nobody would end
+                signal.signal(each, signal.SIG_IGN)
             supervisor.end_all()
 
 
