@@ -85,6 +85,7 @@ class _Examination:
                 is_here=self._agents.is_here(host),
                 lost=_lost(self._agents.lost.get(host.name)),
                 hello=self._hellos.get(host.name),
+                greeting=self._agents.greeting(host),
                 clock=clocks.get(host.name),
                 address=addresses.get(host.name),
                 why=whys.get(host.name, ""),
