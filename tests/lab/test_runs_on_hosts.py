@@ -480,6 +480,21 @@ def test_a_file_that_the_hosts_wrote_themselves(launch: Launch, project: Path) -
     assert "hosts.toml is there already" in again.err
 
 
+def test_what_the_config_of_ssh_says(lab: Lab, launch: Launch) -> None:
+    """Behind a jump host, the desktop sees the server's address where the laptop's is expected."""
+    config = lab["laptop"].home / ".ssh/config"
+    usual = config.read_text()
+    config.write_text("Host desktop\n    ProxyJump server\n    RemoteCommand tmux attach\n" + usual)
+    try:
+        run = launch("train", "--hosts", "laptop,desktop", *TRAIN)
+        assert run.end() == 0, run.said
+        visit = launch("doctor", "--hosts", "laptop,desktop")
+        assert visit.end() == 0, visit.said
+    finally:
+        config.write_text(usual)
+    assert "laptop is found at eth0 10.77.0.1 (MTU 1500): it is on the route to" in visit.out
+
+
 def test_what_a_file_chooses_reaches_scripts(launch: Launch, project: Path) -> None:
     """torch's own, even of one rank; and those of shoal."""
     toml = project / "hosts.toml"
