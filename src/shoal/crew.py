@@ -7,6 +7,7 @@ met at. A crew of one owns neither and does everything at once.
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -308,7 +309,10 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     """`auto` is a GPU where there is one; several ranks on a host share its GPUs out."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise MeetingError("--device cuda: torch sees no GPU on this host. Use --device cpu.")
+        host = socket.gethostname()
+        raise MeetingError(
+            f"device cuda: torch sees no GPU on {host}. Use the device cpu, or auto."
+        )
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +20,12 @@ from shoal.pipeline.pipeline import Pipeline
 from shoal.pipeline.plan import Loss as PipelineLoss
 from shoal.pipeline.plan import Plan, plan_faults
 from shoal.rendezvous.roll import Fingerprint
-from shoal.rendezvous.ways import find_way
+from shoal.rendezvous.ways import DEVICE_VARIABLE, INTERFACE_VARIABLE, find_way
 from shoal.replicate import Replica, replicate
 from shoal.replicate.averages import stage_averages
 from shoal.replicate.replica import BUCKET_BYTES
 from shoal.report.waiting import waiting_line
-from shoal.settings import SYNCS, default_microbatches, unknown, whole_batch_note
+from shoal.settings import DEVICES, SYNCS, default_microbatches, unknown, whole_batch_note
 from shoal.train.evaluate import Loss, evaluate
 from shoal.train.loader import Collate, Loader
 from shoal.train.task import Means, loss_of
@@ -41,7 +42,7 @@ def join(
     rank: int | None = None,
     world_size: int | None = None,
     interface: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     timeout_s: float = 300.0,
     settings: Mapping[str, Any] | None = None,
 ) -> JoinedCrew:
@@ -49,16 +50,21 @@ def join(
 
     init: `tcp://HOST:PORT`, `file:///PATH`, `env://`. Default: what the environment says (torchrun,
         Slurm, `shoal run`), else alone.
-    interface: the network interface to use. Default: the one on the route to the leader.
+    interface: the network interface to use. Default: what the hosts.toml of `shoal run --hosts`
+        says of this host, else the one on the route to the leader.
+    device: `cpu`, `cuda` or `auto`. Default: what the hosts.toml says, else `cpu`.
     timeout_s: the longest wait for another rank, when meeting and in any step.
     settings: values that must be equal on every rank; a difference is named when they meet.
     """
+    device = device or os.environ.get(DEVICE_VARIABLE) or "cpu"
+    if faults := unknown("device=", device, DEVICES):
+        raise SettingsError(faults)
     return JoinedCrew.open(
         find_way(init, rank, world_size),
         fingerprint=Fingerprint(
             shoal=VERSION, settings={k: str(v) for k, v in (settings or {}).items()}
         ),
-        interface=interface,
+        interface=interface or os.environ.get(INTERFACE_VARIABLE),
         device=device,
         timeout_s=timeout_s,
         notify=waiting_line(sys.stderr),

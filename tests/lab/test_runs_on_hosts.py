@@ -74,6 +74,16 @@ torch.optim.SGD(net.parameters(), lr=0.1).step()
 same = all(torch.equal(placed[name], tensor) for name, tensor in net.state_dict().items())
 print(names, "the same" if same else "different")
 """
+PLAIN = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+CHOICES = """
+import shoal
+with shoal.join() as crew:
+    pass
+"""
 SYNCS = """
 import torch, shoal
 from torch import nn
@@ -126,7 +136,7 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     scripts = {"hello": HELLO, "wait": WAIT, "fail": FAIL, "flood": FLOOD, "boss": BOSS}
-    scripts["syncs"] = SYNCS
+    scripts |= {"syncs": SYNCS, "plain": PLAIN, "choices": CHOICES}
     for name, text in scripts.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "beside.txt").write_text("this came along")
@@ -470,6 +480,37 @@ def test_a_file_that_the_hosts_wrote_themselves(launch: Launch, project: Path) -
     assert "hosts.toml is there already" in again.err
 
 
+def test_what_the_config_of_ssh_says(lab: Lab, launch: Launch) -> None:
+    """Behind a jump host, the desktop sees the server's address where the laptop's is expected."""
+    config = lab["laptop"].home / ".ssh/config"
+    usual = config.read_text()
+    config.write_text("Host desktop\n    ProxyJump server\n    RemoteCommand tmux attach\n" + usual)
+    try:
+        run = launch("run", "--hosts", "laptop,desktop", "plain.py")
+        assert run.end() == 0, run.said
+        visit = launch("doctor", "--hosts", "laptop,desktop")
+        assert visit.end() == 0, visit.said
+    finally:
+        config.write_text(usual)
+    assert "laptop is found at eth0 10.77.0.1 (MTU 1500): it is on the route to" in visit.out
+
+
+def test_what_a_file_chooses_reaches_scripts(launch: Launch, project: Path) -> None:
+    """torch's own, even of one rank; and those of shoal."""
+    toml = project / "hosts.toml"
+    toml.write_text('[hosts.desktop]\ninterface = "eth0"\ndevice = "cuda"\n')
+    run = launch("run", "--hosts", "hosts.toml", "plain.py")
+    assert run.end() == 0, run.said
+    assert "[desktop 0] rank 0 of 1 eth0" in run.out
+    run = launch("run", "--hosts", "hosts.toml", "choices.py")
+    assert run.end() == 1, run.said
+    assert "torch sees no GPU on desktop" in run.err
+    toml.write_text('[hosts.laptop]\n[hosts.desktop]\ninterface = "eth7"\n')
+    run = launch("run", "--hosts", "hosts.toml", "plain.py")
+    assert run.end() == 1, run.said
+    assert "shoal: desktop: There is no interface 'eth7' on desktop." in run.err
+
+
 def test_shoal_where_there_was_none(lab: Lab, launch: Launch, project: Path) -> None:
     """Without what it needs, which would come over a network that these hosts do not have.
 
@@ -556,7 +597,10 @@ def test_a_host_that_greets(lab: Lab, launch: Launch) -> None:
     try:
         run = launch("run", "--hosts", "desktop", "hello.py")
         assert run.end() == 1, run.said
+        assert "`ssh desktop true` must print nothing" in run.err
+        assert "Traceback" not in run.err
+        visit = launch("doctor", "--hosts", "desktop")
+        assert visit.end() == 1, visit.said
     finally:
         greeting.unlink()
-    assert "`ssh desktop true` must print nothing" in run.err
-    assert "Traceback" not in run.err
+    assert "✗ desktop, ssh: its shell prints 'welcome' at every login" in visit.out

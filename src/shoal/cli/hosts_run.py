@@ -18,7 +18,7 @@ from shoal.launch.messages import RankTask
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe, end_in
 from shoal.launch.output import under
-from shoal.rendezvous.ways import Way, variables_of
+from shoal.rendezvous.ways import Way, variables_of, variables_of_choices
 from shoal.report import events
 from shoal.report.run_folder import folder_while_needed, note_folder
 from shoal.report.terminal import Terminal
@@ -46,7 +46,8 @@ def run_script(
         tasks = []
         for way, site in zip(ways, owners(sites), strict=True):
             own = {"TORCH_CPP_LOG_LEVEL": "ERROR", RESULTS_VARIABLE: site.results}
-            environment = {**variables_of(way), **own}
+            choices = variables_of_choices(site.interface, site.host.device)
+            environment = {**variables_of(way), **choices, **own}
             tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=environment))
         return tasks
 
@@ -59,6 +60,7 @@ def run_script(
             cause = run_on_hosts(
                 hosts, folder, make_tasks, watcher,
                 project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
+                uses_interfaces=True,
             )  # fmt: skip
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None

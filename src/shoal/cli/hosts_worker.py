@@ -11,7 +11,7 @@ import typer
 
 from shoal.cli.hosts_run import owners, tell
 from shoal.errors import SettingsError
-from shoal.launch.addresses import Site
+from shoal.launch.addresses import Site, address_here
 from shoal.launch.hosts import Host
 from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
@@ -55,7 +55,11 @@ def workers_on_hosts(
     ):
 
         def make_tasks(sites: list[Site], ways: list[Way]) -> list[RankTask]:
-            where = f"{_this_host(sites)}{boss}" if boss.startswith(":") else boss
+            where = (
+                f"{address_here([site.hello for site in sites])}{boss}"
+                if boss.startswith(":")
+                else boss
+            )
             arguments = ["-m", "shoal", "worker", "--boss", where, *words, *options]
             devices = [site.host.device or device for site in owners(sites)]
             return [
@@ -77,11 +81,6 @@ def workers_on_hosts(
     if cause is not None:
         print(f"shoal: {describe(cause)}", file=sys.stderr)
         raise typer.Exit(cause.exit_code)
-
-
-def _this_host(sites: list[Site]) -> str:
-    """As the other hosts see it."""
-    return next((site.hello.seen_from for site in sites if site.hello.seen_from), "127.0.0.1")
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.doctor.facts import ClockFacts, Facts, HostFacts, Lost, PairFacts
-from shoal.launch.addresses import Site, meeting_address
+from shoal.errors import MeetingError
+from shoal.launch.addresses import Site, meeting_address, seen_here
 from shoal.launch.agents import Agents
 from shoal.launch.fingerprint import fingerprint
 from shoal.launch.hosts import Host
@@ -85,6 +86,7 @@ class _Examination:
                 is_here=self._agents.is_here(host),
                 lost=_lost(self._agents.lost.get(host.name)),
                 hello=self._hellos.get(host.name),
+                greeting=self._agents.greeting(host),
                 clock=clocks.get(host.name),
                 address=addresses.get(host.name),
                 why=whys.get(host.name, ""),
@@ -126,16 +128,21 @@ class _Examination:
         meeting = self._meeting() if first in able and len(able) > 1 else None
         orders, whys = {}, {}
         for host in able:
-            orders[host.name], whys[host.name] = _order_of(host, first, meeting)
+            orders[host.name], whys[host.name] = _order_of(
+                host, first, meeting, is_seen=meeting in self._known_as(host)
+            )
         return whys, self._agents.ask_each(orders, Address)
 
-    def _meeting(self) -> str:
-        """Where the others find the leader."""
+    def _meeting(self) -> str | None:
+        """Where the others find the leader; None: there is no way to them."""
         sites = [
             Site(host, self._hellos[host.name], self._agents.is_here(host), "", "", "")
             for host in self._able()
         ]
-        return meeting_address(sites[0], sites)
+        try:
+            return meeting_address(sites[0], sites)
+        except MeetingError:
+            return None
 
     def _known_as(self, host: Host) -> list[str]:
         hello = self._hellos.get(host.name)
@@ -143,7 +150,7 @@ class _Examination:
             return []
         if not self._agents.is_here(host):
             return [hello.seen_as]
-        return sorted({each.seen_from for each in self._hellos.values() if each.seen_from})
+        return sorted(set(seen_here(list(self._hellos.values()))))
 
     # -- the ways between them ---------------------------------------------------------------------
 
@@ -192,12 +199,15 @@ class _Examination:
         return self._agents.ask_each(orders, Condition, 60.0)
 
 
-def _order_of(host: Host, leader: Host, meeting: str | None) -> tuple[FindAddress, str]:
-    """How a host finds its own address, and why so."""
+def _order_of(
+    host: Host, leader: Host, meeting: str | None, *, is_seen: bool
+) -> tuple[FindAddress, str]:
+    """How a host finds its own address, and why so. is_seen: ssh meets it where the crew does."""
     if host.address:
         return FindAddress(address=host.address), f"{host.file} gives this address"
     if host is leader and meeting is not None:
-        return FindAddress(address=meeting), "it is where ssh finds it"
+        why = "it is where ssh finds it" if is_seen else "it is on the route to the others"
+        return FindAddress(address=meeting), why
     if host.interface:
         return FindAddress(interface=host.interface), f"{host.file} gives this interface"
     if meeting is None:

@@ -32,6 +32,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the doctor was called there."""
     lost: Lost | None = None
     hello: Here | None = None
+    greeting: str = ""
+    """A line that its shell prints at every login, terminal or not; empty: none."""
     clock: ClockFacts | None = None
     address: Address | None = None
     """By which the others find it."""

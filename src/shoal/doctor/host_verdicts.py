@@ -33,7 +33,17 @@ def host_cells(facts: Facts, host: HostFacts) -> dict[str, Cell]:
 
 
 def _ssh(host: HostFacts) -> Cell:
-    return _lost(host, "ssh") or ok("here" if host.is_here else "ok")
+    if lost := _lost(host, "ssh"):
+        return lost
+    if host.hello is not None and host.greeting:
+        return bad(
+            "not clean",
+            f"its shell prints {host.greeting!r} at every login, into all that is copied: no code "
+            "comes there, and no results come back.",
+            f"on {host.name}, at the top of ~/.bashrc: [ -t 1 ] || return (then `ssh "
+            f"{host.host.target} true` prints nothing)",
+        )
+    return ok("here" if host.is_here else "ok")
 
 
 def _lost(host: HostFacts, part: str) -> Cell | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shoal import network
 from shoal.errors import MeetingError
 from shoal.launch.agents import Agents
 from shoal.launch.hosts import Host
@@ -33,8 +34,22 @@ def meeting_address(leader: Site, sites: Sequence[Site]) -> str:
         return leader.host.address
     if not leader.is_here:
         return leader.hello.seen_as
-    seen = [site.hello.seen_from for site in sites if site.hello.seen_from]
-    return seen[0] if seen else "127.0.0.1"
+    return address_here([site.hello for site in sites])
+
+
+def address_here(hellos: Sequence[Here]) -> str:
+    """Where other hosts find this one."""
+    if own := seen_here(hellos):
+        return own[0]
+    others = [hello.seen_as for hello in hellos if hello.seen_as]
+    return network.address_towards(others[0]) if others else "127.0.0.1"
+
+
+def seen_here(hellos: Sequence[Here]) -> list[str]:
+    """Addresses of this host from which ssh came to others. Behind a jump host, or a router that
+    puts its own address in place of ours, they see that one, and it is of no use."""
+    own = {address for found in network.interfaces().values() for address in found}
+    return [hello.seen_from for hello in hellos if hello.seen_from in own]
 
 
 def with_interfaces(agents: Agents, sites: Sequence[Site]) -> list[Site]:

@@ -28,7 +28,15 @@ from pathlib import Path
 import msgspec
 
 from shoal.launch.descendants import RUN_VARIABLE, kill_marked
-from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks, stop_signals
+from shoal.launch.local import (
+    Interrupted,
+    Listener,
+    RankCommand,
+    Stream,
+    ignore_stop_signals,
+    run_ranks,
+    stop_signals,
+)
 from shoal.launch.messages import (
     Alive,
     Clean,
@@ -106,8 +114,10 @@ class Agent:
                 self._say(Refused(reason=str(error)))
                 return 1
             finally:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                self._remove()
+                try:
+                    ignore_stop_signals()
+                finally:
+                    self._remove()
         return 0
 
     def _obey(self, order: Order) -> None:

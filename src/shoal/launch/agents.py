@@ -44,7 +44,7 @@ from shoal.launch.messages import (
     read_report,
 )
 from shoal.launch.outcome import RankEnd, cause_of
-from shoal.launch.output import Lines
+from shoal.launch.output import Lines, shown
 from shoal.launch.ssh import find_python, ssh_argv
 
 START_S = 60.0
@@ -69,6 +69,8 @@ class _Agent:
     )
     heard_at: float = field(default_factory=time.monotonic)
     hello: Here | None = None
+    greeting: str = ""
+    """What its shell said before, of its own."""
     reports: list[Report] = field(default_factory=list)
     """Answers that nobody has taken yet."""
     is_done: bool = False
@@ -173,6 +175,10 @@ class Agents(Closing):
                         self._lose(agent, agent.loss(what))
                 self._turn()
         return {agent.host.name: agent.hello for agent in self._agents if agent.hello}
+
+    def greeting(self, host: Host) -> str:
+        """A line that its shell prints at every login, into all that is copied; empty: none."""
+        return next(agent.greeting for agent in self._agents if agent.host is host)
 
     def is_here(self, host: Host) -> bool:
         return any(agent.is_here for agent in self._agents if agent.host is host)
@@ -362,6 +368,8 @@ class Agents(Closing):
             report = read_report(line)
         except (msgspec.ValidationError, msgspec.DecodeError):
             agent.lines["stderr"].keep(line)  # a shell's greeting, or an error of its own
+            if agent.hello is None:
+                agent.greeting = agent.greeting or shown(line)
             return
         match report:
             case Here():

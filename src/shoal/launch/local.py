@@ -106,7 +106,10 @@ def run_ranks(commands: Sequence[RankCommand], listener: Listener) -> RankEnd | 
                 supervisor.start(command)
             return supervisor.watch()
         finally:
-            supervisor.end_all()
+            try:
+                ignore_stop_signals()  # after an error too: what they cut short, nobody would end
+            finally:  # one that comes this very moment has done it itself
+                supervisor.end_all()
 
 
 class _Supervisor:
@@ -305,3 +308,8 @@ def stop_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[N
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def ignore_stop_signals() -> None:
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)

@@ -187,6 +187,8 @@ def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:
     leader = sites[0]
     size = sum(site.host.slots for site in sites)
     port = agents.ask(leader.host, FindPort(), Port).port
+    if size == 1:  # a script of torch's own wants to be told where to meet, even then
+        return [Way(host="127.0.0.1", port=port)]
     address = meeting_address(leader, sites)
     ways: list[Way] = []
     for site in sites:
@@ -197,7 +199,7 @@ def _ways(agents: Agents, sites: Sequence[Site]) -> list[Way]:
                     local_rank=slot, local_size=site.host.slots,
                 )
             )  # fmt: skip
-    return ways if size > 1 else [Way()]
+    return ways
 
 
 def _host_of(hosts: Sequence[Host], rank: int) -> Host:

@@ -47,6 +47,7 @@ def ssh_argv(host: Host, command: str) -> list[str]:
     """`command` is a line for the shell there. Asks nothing: several hosts at once cannot."""
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ClearAllForwardings=yes"]
     options += [f"ServerAliveInterval={ALIVE_S}", f"ServerAliveCountMax={MISSED}"]
+    options += ["RemoteCommand=none"]  # in place of one that the user's config has for logging in
     return ["ssh", "-T", *(part for each in options for part in ("-o", each)), host.target, command]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shoal import network
 from shoal.errors import MeetingError
-from shoal.rendezvous.ways import Way
+from shoal.rendezvous.ways import TORCH_INTERFACE_VARIABLES, Way
 
 Notify = Callable[[str], None]
 """Told, about once a second, whom we are waiting for; the empty string when the wait is over."""
@@ -307,9 +307,8 @@ def _is_used(path: Path) -> bool:
 @contextmanager
 def use_interface(name: str) -> Iterator[None]:
     """Make gloo and NCCL use this interface for as long as the crew lasts."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    before = {key: os.environ.get(key) for key in names}
-    os.environ.update(dict.fromkeys(names, name))
+    before = {key: os.environ.get(key) for key in TORCH_INTERFACE_VARIABLES}
+    os.environ.update(dict.fromkeys(TORCH_INTERFACE_VARIABLES, name))
     try:
         yield
     finally:

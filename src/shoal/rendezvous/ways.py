@@ -83,6 +83,21 @@ def variables_of(way: Way) -> dict[str, str]:
     }
 
 
+INTERFACE_VARIABLE, DEVICE_VARIABLE = "SHOAL_INTERFACE", "SHOAL_DEVICE"
+TORCH_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def variables_of_choices(interface: str | None, device: str | None) -> dict[str, str]:
+    """What a hosts.toml chooses for the ranks of a host, told to any script: `shoal.join()` takes
+    both, torch.distributed the interface."""
+    variables = {}
+    if interface:
+        variables = dict.fromkeys((INTERFACE_VARIABLE, *TORCH_INTERFACE_VARIABLES), interface)
+    if device:
+        variables[DEVICE_VARIABLE] = device
+    return variables
+
+
 def inherited_environment(**changes: str) -> dict[str, str]:
     """This process's environment, with changes, for a process that it starts."""
     return {**os.environ, **changes}

@@ -1,12 +1,16 @@
-"""Ranks as processes of this host: whose traceback is shown."""
+"""Ranks as processes of this host: whose traceback is shown, and that all of them end."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import until
 
 from shoal.launch import local
 from shoal.launch.local import Listener, RankCommand, run_ranks
@@ -24,6 +28,14 @@ from pathlib import Path
 while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 raise ValueError("enough")
+"""
+
+STUBBORN = """
+import os, signal, subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+os.write(1, b"%d\\n" % child.pid)
+signal.pause()
 """
 
 
@@ -54,3 +66,22 @@ def test_a_rank_that_lost_a_peer_and_is_slow_to_end_is_not_the_cause(
     assert {rank for rank, _ in shown} == {1}
     assert shown[-1] == (1, b"ValueError: enough\n")
     assert hidden[-1] == (0, b"shoal.errors.PeerLost: rank 1 has left\n")
+
+
+def test_what_ranks_started_ends_even_if_a_signal_follows_an_error() -> None:
+    """As on a host whose launcher was killed: the pipe breaks under what ranks say, and the same
+    moment somebody notices that nobody is there any more."""
+    children: list[int] = []
+
+    def on_line(rank: int, stream: str, line: bytes) -> None:
+        children.append(int(line))
+        # While the rank, which does not mind, is given time to end.
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        raise BrokenPipeError
+
+    command = RankCommand(
+        rank=0, argv=[sys.executable, "-S", "-c", STUBBORN], environment=os.environ
+    )
+    with pytest.raises(BrokenPipeError):
+        run_ranks([command], Listener(on_line=on_line))
+    until(lambda: not psutil.pid_exists(children[0]), "what the rank started has ended")
