@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from shoal.pipeline.pipeline import Pipeline
 from shoal.pipeline.plan import Loss as PipelineLoss
 from shoal.pipeline.plan import Plan, plan_faults
 from shoal.rendezvous.roll import Fingerprint
-from shoal.rendezvous.ways import DEVICE_VARIABLE, INTERFACE_VARIABLE, find_way
+from shoal.rendezvous.ways import choices_of_environment, find_way
 from shoal.replicate import Replica, replicate
 from shoal.replicate.averages import stage_averages
 from shoal.replicate.replica import BUCKET_BYTES
@@ -56,7 +55,8 @@ def join(
     timeout_s: the longest wait for another rank, when meeting and in any step.
     settings: values that must be equal on every rank; a difference is named when they meet.
     """
-    device = device or os.environ.get(DEVICE_VARIABLE) or "cpu"
+    chosen_interface, chosen_device = choices_of_environment()
+    device = device or chosen_device or "cpu"
     if faults := unknown("device=", device, DEVICES):
         raise SettingsError(faults)
     return JoinedCrew.open(
@@ -64,7 +64,7 @@ def join(
         fingerprint=Fingerprint(
             shoal=VERSION, settings={k: str(v) for k, v in (settings or {}).items()}
         ),
-        interface=interface or os.environ.get(INTERFACE_VARIABLE),
+        interface=interface or chosen_interface,
         device=device,
         timeout_s=timeout_s,
         notify=waiting_line(sys.stderr),

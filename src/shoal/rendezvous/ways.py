@@ -98,6 +98,11 @@ def variables_of_choices(interface: str | None, device: str | None) -> dict[str,
     return variables
 
 
+def choices_of_environment() -> tuple[str | None, str | None]:
+    """The reverse: interface and device, where a launcher has chosen them."""
+    return os.environ.get(INTERFACE_VARIABLE), os.environ.get(DEVICE_VARIABLE)
+
+
 def inherited_environment(**changes: str) -> dict[str, str]:
     """This process's environment, with changes, for a process that it starts."""
     return {**os.environ, **changes}
