@@ -246,6 +246,44 @@ def test_micro_batches_of_several_inputs_and_outputs(boss: Boss, name: str) -> N
     assert_close(model, alone)
 
 
+class Several(nn.Module):
+    """Something for each sample, and something else."""
+
+    def __init__(self, further: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.further = further
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.b(torch.tanh(self.a(x)))
+        return self.c(x), self.further(x) * self.temperature
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_not_of_samples_is_no_output_of_micro_batches(boss: Boss, keep: bool) -> None:
+    """A loss was that of the first micro-batch, and its gradient every one's."""
+    for further in (torch.mean, lambda x: x.sum(0)):
+        model = boss.place(Several(further), cuts=["b", "c"], microbatches=3)
+        with torch.set_grad_enabled(keep), pytest.raises(shoal.ModelError, match=r"output\[1\] "):
+            model(rows(7))
+    model = boss.place(Several(lambda x: 1.0), cuts=["b", "c"], microbatches=3)
+    with torch.no_grad():
+        assert model(rows(7))[1] == 2.0
+    with pytest.raises(shoal.ModelError, match=r"output\[1\] is one number, with a gradient"):
+        model(rows(7))
+    works(boss)
+
+
+def test_a_target_of_another_batch_is_refused(boss: Boss) -> None:
+    """Of one that was too long, the rest was left out."""
+    boss.place(sequential(), cuts=SEQUENTIAL_CUTS, microbatches=2)
+    boss.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(shoal.ModelError, match=r"\(5, 3\) came with a batch of 4 samples"):
+        boss.train_step(rows(), torch.zeros(5, 3), loss=F.mse_loss)
+    boss.train_step(rows(), torch.zeros(4, 3), loss=F.mse_loss)
+
+
 # -- inputs and their gradients --------------------------------------------------------------------
 
 

@@ -297,6 +297,7 @@ class Boss:
         self._prepare(named)
         optimizer.zero_grad()
         call = model.begin(named)
+        targets = micro_batches.split(target, call.parts)
         samples = call.parts[0].total
         mean = reduction == "mean"
         data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
@@ -313,7 +314,7 @@ class Boss:
         with self.desk.whole():
             self.desk.order(order, [None] * (self._wanted - 1) + [held])
             model.send_inputs(call, named, keep=False)
-            for number, part in enumerate(micro_batches.split(target, call.parts)):
+            for number, part in enumerate(targets):
                 self.desk.send(part, last, f"target {call.number} {number}")
             optimizer.step()
             result: torch.Tensor = self.desk.recv(last, f"loss {call.number}")

@@ -107,12 +107,17 @@ class PlacedModel(Elsewhere):
                 tag = f"output {call.number} {number}"
                 output, needs = self._desk.recv(self._desk.ranks[-1], tag)
                 outputs.append(output)
-        output = micro_batches.join(outputs)
+        output = micro_batches.join(outputs, call.parts)
         tensors = tensors_of(output)
         wanted = [path for path, need in zip(tensors, needs, strict=True) if need]
         if not keep or not wanted:
             self._forgotten.append(call.number)
             return output
+        numbers = [path for path in wanted if len(call.parts) > 1 and not tensors[path].dim()]
+        if numbers:  # whose gradient every micro-batch would take as its own
+            raise ModelError(
+                micro_batches.not_of_samples(numbers[0], "is one number, with a gradient")
+            )
         wanting = [t for t in tensors_of(named).values() if t.requires_grad]
         call.wants_inputs = bool(wanting)
         made = _Remote.apply(  # type: ignore[no-untyped-call]
@@ -311,9 +316,7 @@ class Call:
         given = [g if g is None or self.wants_inputs else g.clone() for g in gradients]
         for number, part in enumerate(self.parts):
             whole = len(self.parts) == 1
-            cut = [
-                g if g is None or whole or not g.dim() else g[part.start : part.stop] for g in given
-            ]
+            cut = [g if g is None or whole else g[part.start : part.stop] for g in given]
             desk.send([packed(g) for g in cut], desk.ranks[-1], f"gradient {self.number} {number}")
         if not self.wants_inputs:
             return []
