@@ -342,7 +342,7 @@ class _Remote(torch.autograd.Function):
     ) -> Any:
         ctx.call, ctx.count = call, count
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        return tuple(_no_view(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -353,3 +353,9 @@ class _Remote(torch.autograd.Function):
             )
         of_inputs = ctx.call.backward(gradients)
         return (None, None, None, *[None] * ctx.count, *of_inputs)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor of its own: a view could not be changed in place, out += 1."""
+    memory, start = tensor.untyped_storage(), tensor.storage_offset()
+    return tensor.new_empty(0).set_(memory, start, tensor.shape, tensor.stride())
