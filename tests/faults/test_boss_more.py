@@ -231,9 +231,13 @@ def test_a_call_that_is_interrupted(boss: Boss, monkeypatch: pytest.MonkeyPatch)
 def test_a_boss_that_was_closed(office: Office) -> None:
     office.close_boss()
     with office.make_boss(1) as boss:
-        boss.place(seeded())
+        model = boss.place(seeded())
+        out = model(rows())
     with pytest.raises(shoal.WireError, match=r"this boss was closed.*open another"):
         boss.place(seeded(), cuts=[])
+    for call in (lambda: model(rows()), model.state_dict, out.sum().backward):
+        with pytest.raises(shoal.ModelError, match=r"this boss was closed.*open another"):
+            call()
 
 
 UNCLOSED = """

@@ -431,6 +431,33 @@ def test_a_model_whose_place_another_has_taken(boss: Boss) -> None:
     assert second(rows()).shape == (4, 3)
 
 
+def test_a_model_that_could_not_be_placed_takes_nobody_s_place(boss: Boss) -> None:
+    """The one before was said to be gone, for a mistake in the cuts."""
+    model = boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    optimizer = boss.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(shoal.ModelError, match="no module of that name"):
+        boss.place(sequential(), cuts=["nothing", "else"])
+    with pytest.raises(shoal.ModelError, match="does not take what comes to it"):
+        boss.place(sequential(), example=torch.zeros(2, 99))
+    model(rows()).sum().backward()
+    optimizer.step()
+    assert model.state_dict()
+
+
+def test_outputs_can_be_changed_in_place(boss: Boss) -> None:
+    """torch took them for views, which cannot."""
+    alone = sequential()
+    model = boss.place(copy.deepcopy(alone), cuts=SEQUENTIAL_CUTS)
+    for each in (model, alone):
+        out = each(rows())
+        out += 1
+        out[:, 0] *= 2
+        out.relu_().pow(2).sum().backward()
+    boss.optimizer(torch.optim.SGD, lr=0.1).step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_same(model, alone)
+
+
 # -- optimizers ------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -517,6 +544,21 @@ def test_clipping_by_the_norm_of_all_gradients(boss: Boss) -> None:
     assert norms[0] == norms[1]
     assert max(norms[0]) > 0.3 > min(norms[0])
     assert_same(model, alone)
+
+
+def test_an_optimizer_whose_place_another_has_taken(boss: Boss) -> None:
+    """Its steps were steps of the other one, with its own options."""
+    boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    first = boss.optimizer(torch.optim.SGD, lr=0.1)
+    second = boss.optimizer(torch.optim.Adam, lr=0.1)
+    for call in (first.step, first.zero_grad):
+        with pytest.raises(shoal.ModelError, match="has made another one since"):
+            call()
+    second.step()
+    boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    boss.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(shoal.ModelError, match="another model has been placed since"):
+        second.step()
 
 
 def test_optimizers_that_workers_do_not_know(boss: Boss) -> None:

@@ -50,6 +50,11 @@ from shoal.wire.tree import Tree
 
 ASSUMED = Costs(seconds_per_byte=1e-9, seconds_per_message=2e-4)
 """What links between workers cost, where cuts are chosen."""
+TAKEN = (
+    "another model has been placed since: the workers have that one now. Place this one again, or "
+    "use another boss for it."
+)
+CLOSED = "this boss was closed, and its workers are free: open another one."
 
 
 class Boss:
@@ -117,7 +122,7 @@ class Boss:
     @property
     def desk(self) -> Desk:
         if self._desk is None:
-            raise WireError("this boss was closed, and its workers are free: open another one.")
+            raise WireError(CLOSED)
         return self._desk
 
     # -- the model ---------------------------------------------------------------------------------
@@ -149,30 +154,41 @@ class Boss:
         made = _made(model, init, seed, example)
         graph = read(made, inputs)
         check_stages(graph, self._wanted)
-        self._graph, self._seed = graph, seed if init == "remote" else None
-        self._routes, self._loss = None, None
         pairs = list(zip(graph.inputs, graph.input_names, strict=True))
         names = list(made.state_dict())
         num_parameters = sum(p.numel() for p in made.parameters())
         placed = PlacedModel(self.desk, pairs, names, num_parameters, microbatches, self._prepare)
         placed.training = made.training
+        found = self._cuts(graph, placed, cuts, example)
+        # Until here there may be faults, and the workers have the model that they had.
         if self._model is not None:
-            self._model.leave()
-            self._optimizer = None
-        self._model = placed
+            self._model.leave(TAKEN)
+        if self._optimizer is not None:
+            self._optimizer.leave("another model has been placed since, and needs one of its own")
+        self._model, self._optimizer = placed, None
+        self._graph, self._seed = graph, seed if init == "remote" else None
+        self._routes, self._loss, self._pending = None, None, []
+        if found is not None:
+            self._spread(found)
+        return placed
+
+    def _cuts(
+        self, graph: Graph, placed: PlacedModel, cuts: Sequence[str] | None, example: Tree
+    ) -> list[int] | None:
+        """Where to cut; None: that is chosen with the first batch."""
         named: dict[str, Tree] | None = None
         if example is not None:
             named = placed.named(example if isinstance(example, tuple) else (example,), {})
         if cuts is not None:
             found = cuts_at(graph, cuts, self._wanted)
+            check_shared(graph, found)
+            check_in_place(graph, found)
             if named is not None:
                 check_shapes(graph, named, placed.parts(named))
-            self._spread(found)
-        elif self._wanted == 1:
-            self._spread([])
-        elif named is not None:
-            self._prepare(named)
-        return placed
+            return found
+        if self._wanted == 1:
+            return []
+        return None if named is None else self._choose(graph, placed, named)
 
     def _prepare(self, named: dict[str, Tree] | None) -> None:
         """Decide where to cut, with the inputs of a batch, unless that has been decided."""
@@ -183,20 +199,21 @@ class Boss:
                 "The cuts are chosen by a profile with the first batch, so before that no worker "
                 "has a stage. Give cuts=, or example= (inputs), to boss.place()."
             )
-        self._spread(self._choose(named))
-
-    def _choose(self, named: dict[str, Tree]) -> list[int]:
         assert self._graph is not None
-        parts = self.model.parts(named)
+        self._spread(self._choose(self._graph, self.model, named))
+
+    def _choose(self, graph: Graph, placed: PlacedModel, named: dict[str, Tree]) -> list[int]:
+        parts = placed.parts(named)
         name = "gpipe" if len(parts) > 1 else "sequential"
         schedule = make_schedule(name, self._wanted, len(parts))
-        return choose_cuts_of_batch(self._graph, named, parts, ASSUMED, schedule)
+        found = choose_cuts_of_batch(graph, named, parts, ASSUMED, schedule)
+        check_shared(graph, found)
+        check_in_place(graph, found)
+        return found
 
     def _spread(self, cuts: list[int]) -> None:
         graph = self._graph
         assert graph is not None
-        check_shared(graph, cuts)
-        check_in_place(graph, cuts)
         routes = route(graph, cuts)
         orders, tensors = [], []
         used: set[str] = set()
@@ -261,9 +278,11 @@ class Boss:
     def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PlacedOptimizer:
         """Of torch.optim; on every worker one for its own parameters."""
         made = PlacedOptimizer(self._order, kind, options, self._num_aborts)
+        if self._optimizer is not None:
+            self._optimizer.leave("boss.optimizer() has made another one since")
+        self._optimizer = made
         if self._routes is not None:
             self._settle()
-        self._optimizer = made
         return made
 
     def _num_aborts(self) -> int:
@@ -374,6 +393,8 @@ class Boss:
         """Let the workers go; they wait for the next boss."""
         if self._desk is not None:
             desk, self._desk = self._desk, None
+            if self._model is not None:
+                self._model.leave(CLOSED)
             try:
                 desk.close(error)
             finally:

@@ -45,6 +45,7 @@ class PlacedModel(Elsewhere):
         self.stray: dict[str, torch.Tensor] = {}
         """What belongs to the state, though no step uses it."""
         self._at: Desk | None = desk
+        self._why_left = ""
         self._inputs = list(inputs)
         self._names = list(names)
         self._microbatches = microbatches
@@ -69,10 +70,7 @@ class PlacedModel(Elsewhere):
     @property
     def _desk(self) -> Desk:
         if self._at is None:
-            raise ModelError(
-                "another model has been placed since: the workers have that one now. Place this "
-                "one again, or use another boss for it."
-            )
+            raise ModelError(self._why_left)
         return self._at
 
     def _be_ready(self, named: dict[str, Tree] | None) -> None:
@@ -80,9 +78,9 @@ class PlacedModel(Elsewhere):
         _ = self._desk  # raises, where another model has come
         self._prepare(named)
 
-    def leave(self) -> None:
-        """The workers have another model."""
-        self._at = None
+    def leave(self, why: str) -> None:
+        """The workers do not have it any more."""
+        self._at, self._why_left = None, why
 
     # -- forward and backward ----------------------------------------------------------------------
 
