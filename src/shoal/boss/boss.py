@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from shoal.boss import answers
 from shoal.boss.calls import Status, WorkerStatus
 from shoal.boss.desk import Desk
 from shoal.boss.hiring import hire, option_faults
@@ -250,7 +251,7 @@ class Boss:
 
         Else an error on one of them, in whatever came before, would have all drop it.
         """
-        self.model.ask_all("times", lambda call: Times(call=call))
+        self.seconds()
 
     def _strays(self, made: nn.Module, used: set[str]) -> dict[str, torch.Tensor]:
         """What belongs to the model's state, though no step uses it: it stays here."""
@@ -279,10 +280,11 @@ class Boss:
         """Of torch.optim; on every worker one for its own parameters."""
         made = PlacedOptimizer(self._order, kind, options, self._num_aborts)
         if self._optimizer is not None:
-            self._optimizer.leave("boss.optimizer() has made another one since")
-        self._optimizer = made
+            self._optimizer.leave("boss.optimizer() has been called since")
+        self._optimizer = None  # until all workers have the new one; some may, where one fails
         if self._routes is not None:
             self._settle()
+        self._optimizer = made
         return made
 
     def _num_aborts(self) -> int:
@@ -336,7 +338,7 @@ class Boss:
             for number, part in enumerate(targets):
                 self.desk.send(part, last, f"target {call.number} {number}")
             optimizer.step()
-            result: torch.Tensor = self.desk.recv(last, f"loss {call.number}")
+            result = self.desk.recv(last, f"loss {call.number}", answers.tensor)
         self._loss = loss
         return result
 
@@ -384,8 +386,7 @@ class Boss:
 
     def seconds(self) -> list[tuple[float, float]]:
         """By stage: how long it has worked, and waited."""
-        told = self.model.ask_all("times", lambda call: Times(call=call))
-        return [(busy, waited) for busy, waited in told]
+        return self.model.ask_all("times", lambda call: Times(call=call), answers.times)
 
     # -- ending ------------------------------------------------------------------------------------
 
