@@ -436,9 +436,10 @@ class ZmqLink(Link):
             return
         self._gate.greet(self._frame, None)  # no line more when it goes
         address = self._gate.address_of(self._frame)
-        key = address.rpartition(":")[0], str(error)
-        if key not in self._strangers and len(self._strangers) < MAX_TOLD:
-            self._strangers.add(key)  # one line each, not one for each message
+        # One line each, not one for each message; nor for each connection, if it is of the same.
+        keys = {(address, ""), (address.rpartition(":")[0], str(error))}
+        if not keys & self._strangers and len(self._strangers) < MAX_TOLD:
+            self._strangers |= keys
             log.warning("rank %d ignores a stranger at %s: %s", self.rank, address, error)
 
     def _drop(self, peer: _Peer, error: PeerLost) -> None:

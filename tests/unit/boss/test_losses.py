@@ -40,4 +40,4 @@ def test_what_would_be_lost_is_refused(loss: Any, why: str) -> None:
     said = str(caught.value)
     assert said.startswith(f"loss: {why}")
     assert __file__ in said
-    assert said.endswith("compute the loss here: loss(model(x), y).backward().")
+    assert said.endswith("compute it here: loss(model(x), y).backward().")
