@@ -275,12 +275,14 @@ def test_what_is_not_of_samples_is_no_output_of_micro_batches(boss: Boss, keep: 
     works(boss)
 
 
-def test_a_target_of_another_batch_is_refused(boss: Boss) -> None:
+def test_a_target_that_cannot_be_cut_is_refused(boss: Boss) -> None:
     """Of one that was too long, the rest was left out."""
     boss.place(sequential(), cuts=SEQUENTIAL_CUTS, microbatches=2)
     boss.optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(shoal.ModelError, match=r"\(5, 3\) came with a batch of 4 samples"):
         boss.train_step(rows(), torch.zeros(5, 3), loss=F.mse_loss)
+    with pytest.raises(shoal.ModelError, match="ignores some of the targets"):
+        boss.train_step(rows(), torch.tensor([0, 1, 2, -100]), loss=F.cross_entropy)
     boss.train_step(rows(), torch.zeros(4, 3), loss=F.mse_loss)
 
 

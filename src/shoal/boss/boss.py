@@ -27,7 +27,7 @@ from shoal.boss import answers
 from shoal.boss.calls import Status, WorkerStatus
 from shoal.boss.desk import Desk
 from shoal.boss.hiring import hire, option_faults
-from shoal.boss.losses import Loss, loss_to_data
+from shoal.boss.losses import Loss, check_mean, loss_to_data
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.orders import Order, Place, Scale, Times, TrainStep
 from shoal.boss.placed import PlacedModel
@@ -319,6 +319,8 @@ class Boss:
         optimizer.zero_grad()
         call = model.begin(named)
         targets = micro_batches.split(target, call.parts)
+        if len(targets) > 1:
+            check_mean(loss, target, reduction)
         samples = call.parts[0].total
         mean = reduction == "mean"
         data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
