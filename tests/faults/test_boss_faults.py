@@ -308,6 +308,9 @@ def test_what_is_told_behind_an_order_that_fails_is_not_lost(boss: Boss) -> None
         fail()
         with pytest.raises(shoal.WorkerError, match="TypeError"):
             boss.optimizer(torch.optim.SGD, lr=0.5)
+    with pytest.raises(shoal.ModelError, match="this optimizer is gone from the workers"):
+        optimizer.step()
+    optimizer = boss.optimizer(torch.optim.SGD, lr=0.5)
     with ExitStack() as frozen:
         fail()
         with pytest.raises(shoal.WorkerError, match="TypeError"):

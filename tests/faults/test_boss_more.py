@@ -231,9 +231,13 @@ def test_a_call_that_is_interrupted(boss: Boss, monkeypatch: pytest.MonkeyPatch)
 def test_a_boss_that_was_closed(office: Office) -> None:
     office.close_boss()
     with office.make_boss(1) as boss:
-        boss.place(seeded())
+        model = boss.place(seeded())
+        out = model(rows())
     with pytest.raises(shoal.WireError, match=r"this boss was closed.*open another"):
         boss.place(seeded(), cuts=[])
+    for call in (lambda: model(rows()), model.state_dict, out.sum().backward):
+        with pytest.raises(shoal.ModelError, match=r"this boss was closed.*open another"):
+            call()
 
 
 UNCLOSED = """
@@ -356,3 +360,48 @@ def test_shoal_train_with_a_boss_and_one_worker(
     )
     assert run.end() == 0, run.said
     assert "a boss and 1 worker, one stage each over zmq" in run.out
+
+
+STRANGE = """
+import sys
+from shoal.boss.hand import Hand
+
+send = Hand._send
+
+def strangely(self, tree, tag):
+    what = tag.split()[0]
+    if what == "report":
+        tree = "all is well"
+    if what in ("output", "loss", "norms"):
+        tree = [1]
+    send(self, tree, tag)
+
+Hand._send = strangely
+from shoal.cli.main import app
+app(sys.argv[1:])
+"""
+
+
+def test_workers_that_answer_strangely_are_named(
+    start_warm: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A report that was none ended the thread that tends the link; other answers were errors of
+    Python's, and nobody knew whose."""
+    script = tmp_path / "strange.py"
+    script.write_text(STRANGE)
+    other = Office(tmp_path)
+    for _ in range(2):
+        start_warm(SHOAL[0], str(script), "worker", "--boss", f"127.0.0.1:{other.port}")
+    with other.make_boss(2) as boss:
+        model = boss.place(seeded(), cuts=["1"])
+        boss.optimizer(torch.optim.SGD, lr=0.1)
+        for call in (
+            lambda: model(rows()),
+            lambda: boss.train_step(rows(), rows(), loss=F.mse_loss),
+            lambda: boss.clip_grad_norm_(1.0),
+        ):
+            with pytest.raises(shoal.WireError, match=r"worker \d \(.*\) sent something else than"):
+                call()
+        until(lambda: len(caplog.records) == 2, "a line for each of them")
+        assert all("'report'" in record.getMessage() for record in caplog.records)
+        assert model.state_dict()

@@ -253,6 +253,46 @@ def test_micro_batches_of_several_inputs_and_outputs(boss: Boss, name: str) -> N
     assert_close(model, alone)
 
 
+class Several(nn.Module):
+    """Something for each sample, and something else."""
+
+    def __init__(self, further: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.further = further
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.b(torch.tanh(self.a(x)))
+        return self.c(x), self.further(x) * self.temperature
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_not_of_samples_is_no_output_of_micro_batches(boss: Boss, keep: bool) -> None:
+    """A loss was that of the first micro-batch, and its gradient every one's."""
+    for further in (torch.mean, lambda x: x.sum(0)):
+        model = boss.place(Several(further), cuts=["b", "c"], microbatches=3)
+        with torch.set_grad_enabled(keep), pytest.raises(shoal.ModelError, match=r"output\[1\] "):
+            model(rows(7))
+    model = boss.place(Several(lambda x: 1.0), cuts=["b", "c"], microbatches=3)
+    with torch.no_grad():
+        assert model(rows(7))[1] == 2.0
+    with pytest.raises(shoal.ModelError, match=r"output\[1\] is one number, with a gradient"):
+        model(rows(7))
+    works(boss)
+
+
+def test_a_target_that_cannot_be_cut_is_refused(boss: Boss) -> None:
+    """Of one that was too long, the rest was left out."""
+    boss.place(sequential(), cuts=SEQUENTIAL_CUTS, microbatches=2)
+    boss.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(shoal.ModelError, match=r"\(5, 3\) came with a batch of 4 samples"):
+        boss.train_step(rows(), torch.zeros(5, 3), loss=F.mse_loss)
+    with pytest.raises(shoal.ModelError, match="ignores some of the targets"):
+        boss.train_step(rows(), torch.tensor([0, 1, 2, -100]), loss=F.cross_entropy)
+    boss.train_step(rows(), torch.zeros(4, 3), loss=F.mse_loss)
+
+
 # -- inputs and their gradients --------------------------------------------------------------------
 
 
@@ -400,6 +440,33 @@ def test_a_model_whose_place_another_has_taken(boss: Boss) -> None:
     assert second(rows()).shape == (4, 3)
 
 
+def test_a_model_that_could_not_be_placed_takes_nobody_s_place(boss: Boss) -> None:
+    """The one before was said to be gone, for a mistake in the cuts."""
+    model = boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    optimizer = boss.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(shoal.ModelError, match="no module of that name"):
+        boss.place(sequential(), cuts=["nothing", "else"])
+    with pytest.raises(shoal.ModelError, match="does not take what comes to it"):
+        boss.place(sequential(), example=torch.zeros(2, 99))
+    model(rows()).sum().backward()
+    optimizer.step()
+    assert model.state_dict()
+
+
+def test_outputs_can_be_changed_in_place(boss: Boss) -> None:
+    """torch took them for views, which cannot."""
+    alone = sequential()
+    model = boss.place(copy.deepcopy(alone), cuts=SEQUENTIAL_CUTS)
+    for each in (model, alone):
+        out = each(rows())
+        out += 1
+        out[:, 0] *= 2
+        out.relu_().pow(2).sum().backward()
+    boss.optimizer(torch.optim.SGD, lr=0.1).step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_same(model, alone)
+
+
 # -- optimizers ------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -486,6 +553,21 @@ def test_clipping_by_the_norm_of_all_gradients(boss: Boss) -> None:
     assert norms[0] == norms[1]
     assert max(norms[0]) > 0.3 > min(norms[0])
     assert_same(model, alone)
+
+
+def test_an_optimizer_whose_place_another_has_taken(boss: Boss) -> None:
+    """Its steps were steps of the other one, with its own options."""
+    boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    first = boss.optimizer(torch.optim.SGD, lr=0.1)
+    second = boss.optimizer(torch.optim.Adam, lr=0.1)
+    for call in (first.step, first.zero_grad):
+        with pytest.raises(shoal.ModelError, match=r"optimizer\(\) has been called since"):
+            call()
+    second.step()
+    boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    boss.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(shoal.ModelError, match="another model has been placed since"):
+        second.step()
 
 
 def test_optimizers_that_workers_do_not_know(boss: Boss) -> None:

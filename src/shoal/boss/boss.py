@@ -23,10 +23,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from shoal.boss import answers
 from shoal.boss.calls import Status, WorkerStatus
 from shoal.boss.desk import Desk
 from shoal.boss.hiring import hire, option_faults
-from shoal.boss.losses import Loss, loss_to_data
+from shoal.boss.losses import Loss, check_mean, loss_to_data
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.orders import Order, Place, Scale, Times, TrainStep
 from shoal.boss.placed import PlacedModel
@@ -50,6 +51,11 @@ from shoal.wire.tree import Tree
 
 ASSUMED = Costs(seconds_per_byte=1e-9, seconds_per_message=2e-4)
 """What links between workers cost, where cuts are chosen."""
+TAKEN = (
+    "another model has been placed since: the workers have that one now. Place this one again, or "
+    "use another boss for it."
+)
+CLOSED = "this boss was closed, and its workers are free: open another one."
 
 
 class Boss:
@@ -117,7 +123,7 @@ class Boss:
     @property
     def desk(self) -> Desk:
         if self._desk is None:
-            raise WireError("this boss was closed, and its workers are free: open another one.")
+            raise WireError(CLOSED)
         return self._desk
 
     # -- the model ---------------------------------------------------------------------------------
@@ -149,30 +155,41 @@ class Boss:
         made = _made(model, init, seed, example)
         graph = read(made, inputs)
         check_stages(graph, self._wanted)
-        self._graph, self._seed = graph, seed if init == "remote" else None
-        self._routes, self._loss = None, None
         pairs = list(zip(graph.inputs, graph.input_names, strict=True))
         names = list(made.state_dict())
         num_parameters = sum(p.numel() for p in made.parameters())
         placed = PlacedModel(self.desk, pairs, names, num_parameters, microbatches, self._prepare)
         placed.training = made.training
+        found = self._cuts(graph, placed, cuts, example)
+        # Until here there may be faults, and the workers have the model that they had.
         if self._model is not None:
-            self._model.leave()
-            self._optimizer = None
-        self._model = placed
+            self._model.leave(TAKEN)
+        if self._optimizer is not None:
+            self._optimizer.leave("another model has been placed since, and needs one of its own")
+        self._model, self._optimizer = placed, None
+        self._graph, self._seed = graph, seed if init == "remote" else None
+        self._routes, self._loss, self._pending = None, None, []
+        if found is not None:
+            self._spread(found)
+        return placed
+
+    def _cuts(
+        self, graph: Graph, placed: PlacedModel, cuts: Sequence[str] | None, example: Tree
+    ) -> list[int] | None:
+        """Where to cut; None: that is chosen with the first batch."""
         named: dict[str, Tree] | None = None
         if example is not None:
             named = placed.named(example if isinstance(example, tuple) else (example,), {})
         if cuts is not None:
             found = cuts_at(graph, cuts, self._wanted)
+            check_shared(graph, found)
+            check_in_place(graph, found)
             if named is not None:
                 check_shapes(graph, named, placed.parts(named))
-            self._spread(found)
-        elif self._wanted == 1:
-            self._spread([])
-        elif named is not None:
-            self._prepare(named)
-        return placed
+            return found
+        if self._wanted == 1:
+            return []
+        return None if named is None else self._choose(graph, placed, named)
 
     def _prepare(self, named: dict[str, Tree] | None) -> None:
         """Decide where to cut, with the inputs of a batch, unless that has been decided."""
@@ -183,20 +200,21 @@ class Boss:
                 "The cuts are chosen by a profile with the first batch, so before that no worker "
                 "has a stage. Give cuts=, or example= (inputs), to boss.place()."
             )
-        self._spread(self._choose(named))
-
-    def _choose(self, named: dict[str, Tree]) -> list[int]:
         assert self._graph is not None
-        parts = self.model.parts(named)
+        self._spread(self._choose(self._graph, self.model, named))
+
+    def _choose(self, graph: Graph, placed: PlacedModel, named: dict[str, Tree]) -> list[int]:
+        parts = placed.parts(named)
         name = "gpipe" if len(parts) > 1 else "sequential"
         schedule = make_schedule(name, self._wanted, len(parts))
-        return choose_cuts_of_batch(self._graph, named, parts, ASSUMED, schedule)
+        found = choose_cuts_of_batch(graph, named, parts, ASSUMED, schedule)
+        check_shared(graph, found)
+        check_in_place(graph, found)
+        return found
 
     def _spread(self, cuts: list[int]) -> None:
         graph = self._graph
         assert graph is not None
-        check_shared(graph, cuts)
-        check_in_place(graph, cuts)
         routes = route(graph, cuts)
         orders, tensors = [], []
         used: set[str] = set()
@@ -233,7 +251,7 @@ class Boss:
 
         Else an error on one of them, in whatever came before, would have all drop it.
         """
-        self.model.ask_all("times", lambda call: Times(call=call))
+        self.seconds()
 
     def _strays(self, made: nn.Module, used: set[str]) -> dict[str, torch.Tensor]:
         """What belongs to the model's state, though no step uses it: it stays here."""
@@ -261,6 +279,9 @@ class Boss:
     def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PlacedOptimizer:
         """Of torch.optim; on every worker one for its own parameters."""
         made = PlacedOptimizer(self._order, kind, options, self._num_aborts)
+        if self._optimizer is not None:
+            self._optimizer.leave("boss.optimizer() has been called since")
+        self._optimizer = None  # until all workers have the new one; some may, where one fails
         if self._routes is not None:
             self._settle()
         self._optimizer = made
@@ -297,6 +318,9 @@ class Boss:
         self._prepare(named)
         optimizer.zero_grad()
         call = model.begin(named)
+        targets = micro_batches.split(target, call.parts)
+        if len(targets) > 1:
+            check_mean(loss, target, reduction)
         samples = call.parts[0].total
         mean = reduction == "mean"
         data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
@@ -313,10 +337,10 @@ class Boss:
         with self.desk.whole():
             self.desk.order(order, [None] * (self._wanted - 1) + [held])
             model.send_inputs(call, named, keep=False)
-            for number, part in enumerate(micro_batches.split(target, call.parts)):
+            for number, part in enumerate(targets):
                 self.desk.send(part, last, f"target {call.number} {number}")
             optimizer.step()
-            result: torch.Tensor = self.desk.recv(last, f"loss {call.number}")
+            result = self.desk.recv(last, f"loss {call.number}", answers.tensor)
         self._loss = loss
         return result
 
@@ -364,8 +388,7 @@ class Boss:
 
     def seconds(self) -> list[tuple[float, float]]:
         """By stage: how long it has worked, and waited."""
-        told = self.model.ask_all("times", lambda call: Times(call=call))
-        return [(busy, waited) for busy, waited in told]
+        return self.model.ask_all("times", lambda call: Times(call=call), answers.times)
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -373,6 +396,8 @@ class Boss:
         """Let the workers go; they wait for the next boss."""
         if self._desk is not None:
             desk, self._desk = self._desk, None
+            if self._model is not None:
+                self._model.leave(CLOSED)
             try:
                 desk.close(error)
             finally:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 
+from shoal.boss import answers
+from shoal.boss.answers import Trouble
 from shoal.boss.hiring import Staff
-from shoal.boss.orders import Backward, Forward, Order, Place, Trouble, ZeroGrad, as_message
+from shoal.boss.orders import Backward, Forward, Order, Place, ZeroGrad, as_message
 from shoal.errors import PeerLost, WireError, WorkerError
 from shoal.wire.inbox import ReceiveJob
 from shoal.wire.link import HASTE_S
 from shoal.wire.tree import Tree
 
+log = logging.getLogger("shoal.boss")
+T = TypeVar("T")
 TEND_S = 0.25
 """How often calls are answered and reports read while the script does something else."""
 FIND_S = 3.0
@@ -38,6 +44,8 @@ class Desk:
         self.is_busy = dict.fromkeys(self.ranks, False)
         self._troubles = {rank: self.link.irecv(rank, "trouble") for rank in self.ranks}
         self._reports = {rank: self.link.irecv(rank, "report") for rank in self.ranks}
+        self._unreadable: set[int] = set()
+        """Whose reports are none."""
         self._num_orders = dict.fromkeys(self.ranks, 0)
         self._is_torn = False
         """Whether workers wait for what will not come."""
@@ -103,14 +111,24 @@ class Desk:
     def send(self, tree: Tree, rank: int, tag: str) -> None:
         self.link.isend(tree, rank, tag)
 
-    def recv(self, rank: int, tag: str) -> Tree:
+    def recv(self, rank: int, tag: str, read: Callable[[Tree], T]) -> T:
         """What a worker sends; raises WorkerError as soon as any worker is in trouble."""
         job = self.link.irecv(rank, tag)
         if not self.link.wait_any([job, *self._troubles.values()], self.link.timeout_s):
             raise self._too_late([rank])
         if not job.is_over:
             self._look_for_trouble()
-        return job.wait(0)
+        return self._read(rank, tag, job.wait(0), read)
+
+    def _read(self, rank: int, what: str, came: Tree, read: Callable[[Tree], T]) -> T:
+        """What a worker has sent. It may be anything."""
+        try:
+            return read(came)
+        except Exception as error:
+            raise WireError(
+                f"{self.names[rank]} sent something else than {what!r}: {error}. It does not work "
+                "as a worker should: end it."
+            ) from error
 
     # -- trouble -----------------------------------------------------------------------------------
 
@@ -138,9 +156,11 @@ class Desk:
         troubles: dict[int, Trouble] = {}
         for rank, job in told.items():
             try:
-                troubles[rank] = msgspec.convert(job.wait(0), Trouble)
+                troubles[rank] = self._read(rank, "trouble", job.wait(0), answers.trouble)
             except PeerLost as error:
                 lost.append(error)
+            except WireError as error:
+                troubles[rank] = Trouble("WireError", str(error), "", is_consequence=False)
         return lost, troubles
 
     def _recover(self) -> None:
@@ -165,11 +185,11 @@ class Desk:
             if not self.link.wait_any([job], max(deadline - time.monotonic(), 0.0)):
                 late = [r for r in self.ranks if self._recovered[r] < self.num_aborts]
                 raise self._too_late(late)
-            number: int = job.wait(0)
+            came = job.wait(0)
         except BaseException:
             self.link.give_up(job)
             raise
-        return number
+        return self._read(rank, "recovered", came, answers.number)
 
     def _too_late(self, ranks: Sequence[int]) -> WireError:
         """Nothing came from these. They may wait for others, who are busy."""
@@ -193,11 +213,21 @@ class Desk:
             for rank, job in self._reports.items():
                 if not job.is_over or job.has_failed:
                     continue
-                held, step, kept, is_busy = job.wait(0)
-                self.memory_bytes[rank], self.steps[rank] = held, step
-                self.num_kept[rank], self.is_busy[rank] = kept, is_busy
-                self.seen_at[rank] = time.monotonic()
+                came = job.wait(0)
                 self._reports[rank] = self.link.irecv(rank, "report")
+                self._take_report(rank, came)
+
+    def _take_report(self, rank: int, came: Tree) -> None:
+        try:
+            told = self._read(rank, "report", came, answers.report)
+        except WireError as error:
+            if rank not in self._unreadable:  # once: it comes every other second
+                self._unreadable.add(rank)
+                log.warning("%s", error)
+            return
+        self.memory_bytes[rank], self.steps[rank] = told.memory_bytes, told.step
+        self.num_kept[rank], self.is_busy[rank] = told.num_kept, told.is_busy
+        self.seen_at[rank] = time.monotonic()
 
     def is_lost(self, rank: int) -> bool:
         job = self._reports[rank]

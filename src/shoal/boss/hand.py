@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import nn
 
+from shoal.boss.answers import Report, Trouble
 from shoal.boss.orders import (
     Backward,
     Forward,
@@ -30,7 +31,6 @@ from shoal.boss.orders import (
     Step,
     Times,
     TrainStep,
-    Trouble,
     ZeroGrad,
     read_order,
 )
@@ -364,8 +364,9 @@ class Hand:
         while not self._is_over.wait(REPORT_S):
             kept = 0 if self._stage is None else self._stage.num_kept
             try:
-                told = [process.memory_info().rss, self._step, kept, not self._is_waiting]
-                self._send(told, "report")
+                held = process.memory_info().rss
+                told = Report(held, self._step, kept, is_busy=not self._is_waiting)
+                self._send(msgspec.to_builtins(told), "report")
             except (PeerLost, WireError):
                 return  # whoever works notices too
 

@@ -30,7 +30,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         sample = kind([torch.nn.Parameter(torch.zeros(1, 1))], **options)
         super().__init__([torch.nn.Parameter(torch.zeros(()))], dict(sample.defaults))
         self.num_steps = 0
-        self._order = order
+        self._tell = order
+        self._why_left = ""
         self._num_aborts = num_aborts
         order(MakeOptimizer(name=kind.__name__, options=_plain(options)))
         self._sent = num_aborts(), self._options()
@@ -42,6 +43,15 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 "options."
             )
         super().add_param_group(param_group)
+
+    def leave(self, why: str) -> None:
+        """The workers have another one, and steps of this would be steps of that."""
+        self._why_left = why
+
+    def _order(self, order: Order) -> None:
+        if self._why_left:
+            raise ModelError(f"this optimizer is gone from the workers: {self._why_left}.")
+        self._tell(order)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._order(ZeroGrad(set_to_none=set_to_none))

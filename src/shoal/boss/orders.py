@@ -133,17 +133,6 @@ Order = (
 )
 
 
-class Trouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What went wrong on a worker."""
-
-    kind: str
-    """The name of the exception's class."""
-    text: str
-    traceback: str
-    is_consequence: bool
-    """Of something that went wrong elsewhere."""
-
-
 def as_message(order: Order, tensors: Tree = None) -> Tree:
     return [msgspec.to_builtins(order), tensors]
 

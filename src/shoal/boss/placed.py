@@ -10,20 +10,22 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
+from shoal.boss import answers
 from shoal.boss.desk import Desk
 from shoal.boss.elsewhere import Elsewhere
 from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State, ZeroGrad
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
-from shoal.pipeline.lying import packed, unpacked
+from shoal.pipeline.lying import packed
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
+T = TypeVar("T")
 Prepare = Callable[[dict[str, Tree] | None], None]
 
 
@@ -45,6 +47,7 @@ class PlacedModel(Elsewhere):
         self.stray: dict[str, torch.Tensor] = {}
         """What belongs to the state, though no step uses it."""
         self._at: Desk | None = desk
+        self._why_left = ""
         self._inputs = list(inputs)
         self._names = list(names)
         self._microbatches = microbatches
@@ -69,10 +72,7 @@ class PlacedModel(Elsewhere):
     @property
     def _desk(self) -> Desk:
         if self._at is None:
-            raise ModelError(
-                "another model has been placed since: the workers have that one now. Place this "
-                "one again, or use another boss for it."
-            )
+            raise ModelError(self._why_left)
         return self._at
 
     def _be_ready(self, named: dict[str, Tree] | None) -> None:
@@ -80,9 +80,9 @@ class PlacedModel(Elsewhere):
         _ = self._desk  # raises, where another model has come
         self._prepare(named)
 
-    def leave(self) -> None:
-        """The workers have another model."""
-        self._at = None
+    def leave(self, why: str) -> None:
+        """The workers do not have it any more."""
+        self._at, self._why_left = None, why
 
     # -- forward and backward ----------------------------------------------------------------------
 
@@ -91,7 +91,8 @@ class PlacedModel(Elsewhere):
         self._be_ready(detached(named))
         keep = torch.is_grad_enabled()
         call = self.begin(named)
-        outputs, needs = [], []
+        outputs: list[Tree] = []
+        needs: list[bool] = []
         with self._desk.whole():
             self._desk.order(
                 Forward(
@@ -105,14 +106,19 @@ class PlacedModel(Elsewhere):
             self.send_inputs(call, named, keep)
             for number in range(len(call.parts)):
                 tag = f"output {call.number} {number}"
-                output, needs = self._desk.recv(self._desk.ranks[-1], tag)
+                output, needs = self._desk.recv(self._desk.ranks[-1], tag, answers.output)
                 outputs.append(output)
-        output = micro_batches.join(outputs)
+        output = micro_batches.join(outputs, call.parts)
         tensors = tensors_of(output)
         wanted = [path for path, need in zip(tensors, needs, strict=True) if need]
         if not keep or not wanted:
             self._forgotten.append(call.number)
             return output
+        numbers = [path for path in wanted if len(call.parts) > 1 and not tensors[path].dim()]
+        if numbers:  # whose gradient every micro-batch would take as its own
+            raise ModelError(
+                micro_batches.not_of_samples(numbers[0], "is one number, with a gradient")
+            )
         wanting = [t for t in tensors_of(named).values() if t.requires_grad]
         call.wants_inputs = bool(wanting)
         made = _Remote.apply(  # type: ignore[no-untyped-call]
@@ -179,9 +185,11 @@ class PlacedModel(Elsewhere):
         destination, prefix: where this model is part of another module, whose state it is.
         """
         self._be_ready(None)
-        state = self._united(self.ask_all("state", lambda call: State(call=call)))
+        state = self._united(self.ask_all("state", lambda call: State(call=call), answers.tensors))
         state |= {name: tensor.clone() for name, tensor in self.stray.items()}
-        found = {prefix + name: state[name] for name in self._names if name in state}
+        if missing := [name for name in self._names if name not in state]:
+            raise ModelError(f"no worker has sent {', '.join(missing[:5])}, of the model's state.")
+        found = {prefix + name: state[name] for name in self._names}
         if destination is None:
             return found
         destination.update(found)
@@ -228,7 +236,7 @@ class PlacedModel(Elsewhere):
         known: faults that have been found already.
         """
         self._be_ready(None)
-        owned = self.ask_all("state", lambda call: State(call=call))
+        owned = self.ask_all("state", lambda call: State(call=call), answers.tensors)
         mine = self._united([*owned, self.stray])
         faults = known + [
             f"state_dict: {name} is {tuple(mine[name].shape)} in this model, and came as "
@@ -249,18 +257,21 @@ class PlacedModel(Elsewhere):
 
     def gradient_norm(self) -> torch.Tensor:
         """Of all parameters together, put together in their order, as one process does."""
-        norms = self._united(self.ask_all("norms", lambda call: Norms(call=call)))
+        norms = self._united(self.ask_all("norms", lambda call: Norms(call=call), answers.tensors))
         if not norms:
             return torch.zeros(())
         order = [name for name in self._names if name in norms]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
         return total
 
-    def ask_all(self, what: str, order: Callable[[int], Order]) -> list[Any]:
+    def ask_all(
+        self, what: str, order: Callable[[int], Order], read: Callable[[Tree], T]
+    ) -> list[T]:
         """What every worker answers, by stage."""
         self._num_calls += 1
         self._desk.order(order(self._num_calls))
-        return [self._desk.recv(rank, f"{what} {self._num_calls}") for rank in self._desk.ranks]
+        tag = f"{what} {self._num_calls}"
+        return [self._desk.recv(rank, tag, read) for rank in self._desk.ranks]
 
     @staticmethod
     def _united(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -302,7 +313,9 @@ class Call:
             received = self._send_backward(desk, gradients)
         return [_joined(of_input) for of_input in zip(*received, strict=True)]
 
-    def _send_backward(self, desk: Desk, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _send_backward(
+        self, desk: Desk, gradients: Sequence[torch.Tensor | None]
+    ) -> list[list[torch.Tensor | None]]:
         """Returns the gradients of the inputs, of each micro-batch, where they are wanted."""
         desk.order(
             Backward(call=self.number, num_parts=len(self.parts), wants_inputs=self.wants_inputs)
@@ -311,14 +324,11 @@ class Call:
         given = [g if g is None or self.wants_inputs else g.clone() for g in gradients]
         for number, part in enumerate(self.parts):
             whole = len(self.parts) == 1
-            cut = [
-                g if g is None or whole or not g.dim() else g[part.start : part.stop] for g in given
-            ]
+            cut = [g if g is None or whole else g[part.start : part.stop] for g in given]
             desk.send([packed(g) for g in cut], desk.ranks[-1], f"gradient {self.number} {number}")
         if not self.wants_inputs:
             return []
-        received = desk.recv(1, f"input gradient {self.number}")
-        return [[unpacked(each) for each in of_part] for of_part in received]
+        return desk.recv(1, f"input gradient {self.number}", answers.gradients)
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -339,7 +349,7 @@ class _Remote(torch.autograd.Function):
     ) -> Any:
         ctx.call, ctx.count = call, count
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        return tuple(_no_view(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -350,3 +360,9 @@ class _Remote(torch.autograd.Function):
             )
         of_inputs = ctx.call.backward(gradients)
         return (None, None, None, *[None] * ctx.count, *of_inputs)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor of its own: a view could not be changed in place, out += 1."""
+    memory, start = tensor.untyped_storage(), tensor.storage_offset()
+    return tensor.new_empty(0).set_(memory, start, tensor.shape, tensor.stride())

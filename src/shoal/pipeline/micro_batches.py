@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
 from shoal.errors import ModelError
 from shoal.layout import Share, share
-from shoal.wire.tree import Tree, tensors_of, with_tensors
+from shoal.wire.tree import Path, Tree, tensors_of, with_tensors
 
 
 def num_samples(batch: Tree, what: str) -> int:
@@ -48,6 +49,12 @@ def split(batch: Tree, parts: Sequence[Share]) -> list[Tree]:
     if len(parts) == 1:
         return [batch]
     tensors = tensors_of(batch)
+    total = parts[0].total
+    if strange := [t for t in tensors.values() if t.dim() and len(t) != total]:
+        raise ModelError(
+            f"a tensor of shape {tuple(strange[0].shape)} came with a batch of {total} samples: "
+            "all inputs and the target must have as many, in their first dimension."
+        )
     return [
         with_tensors(
             batch,
@@ -57,13 +64,52 @@ def split(batch: Tree, parts: Sequence[Share]) -> list[Tree]:
     ]
 
 
-def join(outputs: Sequence[Tree]) -> Tree:
-    """What the model gave for each part, as if it had been given for the whole."""
+def join(outputs: Sequence[Tree], parts: Sequence[Share]) -> Tree:
+    """What the model gave for each part, as if it had been given for the whole.
+
+    Raises ModelError for what cannot be put together: a sum over the samples, say, or a loss.
+    """
     if len(outputs) == 1:
         return outputs[0]
     by_part = [tensors_of(output) for output in outputs]
-    whole = {
-        path: torch.cat([tensors[path] for tensors in by_part]) if tensor.dim() else tensor
-        for path, tensor in by_part[0].items()
-    }
+    rests = [_without(output, tensors) for output, tensors in zip(outputs, by_part, strict=True)]
+    if any(rest != rests[0] for rest in rests):
+        raise ModelError(
+            "what the model returns besides tensors differs from one micro-batch to the next (the "
+            "size of the batch, perhaps). Leave it out, or use microbatches=1."
+        )
+    whole = {}
+    for path in by_part[0]:
+        pieces = [tensors[path] for tensors in by_part]
+        if _are_rows(pieces, parts):
+            whole[path] = torch.cat(pieces)
+        elif not pieces[0].dim() and all(torch.equal(piece, pieces[0]) for piece in pieces):
+            whole[path] = pieces[0]  # a number that has nothing to do with the batch
+        else:
+            shapes = ", ".join(str(tuple(piece.shape)) for piece in pieces)
+            sizes = ", ".join(str(part.size) for part in parts)
+            raise ModelError(not_of_samples(path, f"came as {shapes} for {sizes} samples"))
     return with_tensors(outputs[0], whole)
+
+
+def not_of_samples(path: Path, why: str) -> str:
+    """The fault of an output that cannot be put together from those of micro-batches."""
+    name = "the output" + "".join(f"[{key!r}]" for key in path)
+    return (
+        f"{name} {why}: with several micro-batches every output must have one row for each sample, "
+        "in its first dimension. Sum, average or flatten outside the model, or use microbatches=1."
+    )
+
+
+def _without(output: Tree, tensors: dict[Path, torch.Tensor]) -> Tree:
+    """All else that is in it."""
+    gone: dict[Path, Any] = dict.fromkeys(tensors, "tensor")
+    return with_tensors(output, gone)
+
+
+def _are_rows(pieces: Sequence[torch.Tensor], parts: Sequence[Share]) -> bool:
+    """Whether each part has a row for each of its samples, and the rows are alike."""
+    return all(
+        piece.dim() and len(piece) == part.size and piece.shape[1:] == pieces[0].shape[1:]
+        for piece, part in zip(pieces, parts, strict=True)
+    )

@@ -442,7 +442,7 @@ class Pipeline:
             self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
         if not self.is_last:
             return self._link.recv(self._ranks[-1], "output") if everywhere else None
-        output = micro_batches.join(outputs)
+        output = micro_batches.join(outputs, parts)
         for rank in self._ranks[:-1] if everywhere else []:
             self._link.send(output, rank, "output")
         return output

@@ -108,12 +108,10 @@ class Gate:
         """Those of them that have said who they are."""
         self._bringing: set[int] = set()
         """Those of them that messages come by."""
-        self._ignored: set[int] = set()
-        """Those that said what means nothing, and were told of."""
         self._faults: list[tuple[str, str]] = []
         """Why those that are about to be closed were refused, with their hosts where known."""
         self._told: set[tuple[str, str]] = set()
-        """Hosts and faults."""
+        """Hosts and faults; addresses whose fault has been told, whichever it was."""
         self._nameless: dict[str, float] = {}
         """Faults of callers whose address is not known, and when they are told of."""
         self.has_broken = False
@@ -157,11 +155,11 @@ class Gate:
         descriptor = int(frame.get(zmq.SRCFD))
         self._known[descriptor] = None  # no line more when it goes
         address = address_of(descriptor) or "an address that is not known"
-        told = address.rpartition(":")[0], fault
-        if descriptor in self._ignored or told in self._told or len(self._told) >= MAX_TOLD:
+        # One line each, not one for each message; nor for each connection of the same host.
+        keys = {(address, ""), (address.rpartition(":")[0], fault)}
+        if keys & self._told or len(self._told) >= MAX_TOLD:
             return
-        self._ignored.add(descriptor)
-        self._told.add(told)
+        self._told |= keys
         log.warning("rank %d ignores a stranger at %s: %s", self._rank, address, fault)
 
     def close(self) -> None:
@@ -244,7 +242,6 @@ class Gate:
             self._faults.append(("", "it does not speak as a rank does, or comes without a key"))
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._callers.pop(value, "")
-            self._ignored.discard(value)
             if value in self._known:
                 guest = self._known.pop(value)
                 brought_all = value in self._bringing

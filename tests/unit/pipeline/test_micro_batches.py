@@ -38,7 +38,7 @@ def test_a_batch_comes_back_whole(size: int, num_parts: int) -> None:
     pieces = split(batch, parts)
     assert len(pieces) == len(parts) == min(size, num_parts)
     assert [num_samples(piece, "x") for piece in pieces] == [part.size for part in parts]
-    assert same(join(pieces), batch)
+    assert same(join(pieces, parts), batch)
 
 
 @given(st.integers(0, 200), st.integers(1, 50))
@@ -103,7 +103,7 @@ def test_one_micro_batch_is_the_batch_itself() -> None:
     batch = batch_of(3)
     (only,) = split(batch, shares(3, 1))
     assert only is batch
-    assert join([batch]) is batch
+    assert join([batch], shares(3, 1)) is batch
 
 
 def test_pieces_are_no_copies() -> None:
@@ -122,11 +122,43 @@ def test_what_has_no_samples_goes_into_every_part() -> None:
 
 def test_outputs_of_every_form_are_put_together() -> None:
     outputs = [{"logits": torch.ones(n, 2), "aux": (torch.zeros(n, dtype=int), 5)} for n in (3, 2)]
-    whole = join(outputs)
+    whole = join(outputs, shares(5, 2))
     assert whole["logits"].shape == (5, 2)
     assert whole["aux"][0].shape == (5,)
     assert whole["aux"][1] == 5
     assert isinstance(whole["aux"], tuple)
+
+
+@pytest.mark.parametrize(
+    ("give", "says"),
+    [
+        (lambda x: x.mean(), r"the output came as \(\), \(\) for 3, 2 samples"),
+        (lambda x: (x, {"loss": x.sum()}), r"the output\[1\]\['loss'\] came as \(\), \(\)"),
+        (lambda x: x.sum(0), r"came as \(4,\), \(4,\) for"),
+        (lambda x: x @ x.t(), r"came as \(3, 3\), \(2, 2\) for"),
+        (lambda x: x.flatten(), r"came as \(12,\), \(8,\) for .* flatten outside the model"),
+        (lambda x: (x, len(x)), "differs from one micro-batch to the next"),
+    ],
+)
+def test_outputs_that_are_not_of_samples_are_refused(give: Any, says: str) -> None:
+    """Of a number, the first micro-batch's was taken for all; other things were strung together."""
+    parts = shares(5, 2)
+    outputs = [give(piece) for piece in split(torch.arange(20.0).view(5, 4), parts)]
+    with pytest.raises(ModelError, match=says):
+        join(outputs, parts)
+
+
+def test_a_number_that_has_nothing_to_do_with_the_batch() -> None:
+    outputs = [(torch.ones(n), torch.tensor(0.5), None) for n in (3, 2)]
+    whole = join(outputs, shares(5, 2))
+    assert whole[1] == 0.5
+    assert whole[2] is None
+
+
+def test_what_has_another_number_of_samples_is_not_cut() -> None:
+    """Of a target that was too long, the rest was left out."""
+    with pytest.raises(ModelError, match=r"\(6, 2\) came with a batch of 5 samples"):
+        split([torch.ones(5), torch.ones(6, 2)], shares(5, 2))
 
 
 @pytest.mark.parametrize(
