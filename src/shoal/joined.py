@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from shoal.crew import Crew
 from shoal.errors import SettingsError
 from shoal.pipeline.build import Model
+from shoal.pipeline.losses import Loss as PipelineLoss
 from shoal.pipeline.pipeline import Pipeline
-from shoal.pipeline.plan import Loss as PipelineLoss
 from shoal.pipeline.plan import Plan, plan_faults
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import choices_of_environment, find_way

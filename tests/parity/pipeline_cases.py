@@ -311,6 +311,19 @@ def case_more_micro_batches_with_clipping(crew: shoal.JoinedCrew) -> None:
     close(state, alone)
 
 
+def case_micro_batches_with_padding(crew: shoal.JoinedCrew) -> None:
+    """Of which one has nothing else: each counted by its samples, and that one made all nan."""
+    batches = batches_of_rows([9] * STEPS, torch.float64)
+    for _, y in batches:
+        y[3:6] = -100
+        y[8] = -100
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))
+    model, alone = fan_out().double(), fan_out().double()
+    state = Together(crew, model, FAN_OUT_CUTS, microbatches=3, loss=loss).run(batches)
+    train_alone(alone, batches, loss, **SGD)
+    close(state, alone)
+
+
 # -- optimizers, schedulers, clipping, accumulation ------------------------------------------------
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

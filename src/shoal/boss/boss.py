@@ -27,7 +27,7 @@ from shoal.boss import answers
 from shoal.boss.calls import Status, WorkerStatus
 from shoal.boss.desk import Desk
 from shoal.boss.hiring import hire, option_faults
-from shoal.boss.losses import Loss, check_mean, loss_to_data
+from shoal.boss.losses import loss_to_data
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.orders import Order, Place, Scale, Times, TrainStep
 from shoal.boss.placed import PlacedModel
@@ -36,6 +36,7 @@ from shoal.interrupts import prompt_interrupts
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, materialise
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
+from shoal.pipeline.losses import REDUCTIONS, Loss, loss_faults, part_weights
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import name_faults, whole_number_faults
 from shoal.pipeline.portable import pack, to_data
@@ -307,7 +308,7 @@ class Boss:
         if self._optimizer is None:
             raise ModelError("no optimizer has been made: boss.optimizer(...) comes first.")
         faults = unknown("schedule=", schedule, SCHEDULES)
-        faults += unknown("reduction=", reduction, ("mean", "sum"))
+        faults += unknown("reduction=", reduction, REDUCTIONS) or loss_faults(loss, reduction)
         if len(inputs) < 2:
             faults.append("train_step(x, y, loss=...): the inputs of the model, then the target.")
         if faults:
@@ -319,17 +320,14 @@ class Boss:
         optimizer.zero_grad()
         call = model.begin(named)
         targets = micro_batches.split(target, call.parts)
-        if len(targets) > 1:
-            check_mean(loss, target, reduction)
-        samples = call.parts[0].total
-        mean = reduction == "mean"
         data, held = (None, {}) if loss is self._loss else loss_to_data(loss)
         self._loss = None  # until the last worker has shown that it knows this one
         order = TrainStep(
             call=call.number,
             schedule=schedule,
             training=None if model.mode is None else True,
-            weights=[part.size / samples if mean else 1.0 for part in call.parts],
+            weights=part_weights(loss, targets, call.parts, reduction),
+            reduction=reduction,
             loss=data,
             forget=model.take_forgotten(),
         )

@@ -38,6 +38,7 @@ from shoal.errors import ModelError, PeerLost, WireError
 from shoal.pipeline.build import materialise
 from shoal.pipeline.chance import Chance
 from shoal.pipeline.known import Allowed
+from shoal.pipeline.losses import loss_of_part
 from shoal.pipeline.lying import packed, unpacked
 from shoal.pipeline.plan import no_parameter
 from shoal.pipeline.portable import unpack
@@ -259,10 +260,8 @@ class Hand:
             nonlocal total
             assert self._loss is not None
             target = self._wait(self._link.irecv(BOSS, f"target {order.call} {number}"))
-            loss: Any = self._loss(output, _to(target, self._device))
-            if not isinstance(loss, torch.Tensor):
-                raise ModelError(f"the loss returned a {type(loss).__name__}, and not a tensor")
-            weight = order.weights[number]
+            target, weight = _to(target, self._device), order.weights[number]
+            loss = loss_of_part(self._loss, output, target, weight, order.reduction)
             total = total + loss.detach() * weight
             return loss if weight == 1.0 else loss * weight
 

@@ -80,6 +80,7 @@ class TrainStep(_Order, frozen=True, tag="train_step"):
     training: bool | None
     weights: list[float]
     """How much the loss of each micro-batch counts."""
+    reduction: str
     loss: bytes | None
     """As data, where it is another than before; tensors: those that it has."""
     forget: list[int]

@@ -33,12 +33,12 @@ from shoal.pipeline.build import (
 )
 from shoal.pipeline.chance import Chance
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
+from shoal.pipeline.losses import loss_of_part, part_weights
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import (
     Plan,
     ReplicaPlace,
-    check_loss,
     check_optimizer,
     no_parameter,
     plan_faults,
@@ -291,16 +291,18 @@ class Pipeline:
         counts = self._counts()
         finish = None
         if self.is_last:
+            rule, reduction = self.plan.loss, self.plan.reduction
             targets = self._targets(y, parts)
+            weights = part_weights(rule, targets, parts, reduction)
 
             def finish(number: int, output: Any) -> torch.Tensor:
                 nonlocal total
-                loss = self.plan.loss(output, targets[number])  # type: ignore[misc]
-                check_loss(loss, self.plan.reduction)
+                target, own = targets[number], weights[number]
+                loss = loss_of_part(rule, output, target, own, reduction)
                 if self.watch is not None:
-                    self.watch(loss, output, targets[number], parts[number].size)
-                total = total + loss.detach() * self._part_weight(parts[number])
-                scale = self._part_weight(parts[number]) * counts * weight
+                    self.watch(loss, output, target, parts[number].size)
+                total = total + loss.detach() * own
+                scale = own * counts * weight
                 return loss if scale == 1.0 else loss * scale
 
         schedule = self._schedule(self.plan.schedule, len(parts))
@@ -323,9 +325,6 @@ class Pipeline:
 
     def _own_chance(self) -> AbstractContextManager[None]:
         return nullcontext() if self._chance is None else self._chance.own()
-
-    def _part_weight(self, part: Share) -> float:
-        return part.size / part.total if self.plan.reduction == "mean" else 1.0
 
     def _counts(self) -> float:
         """How much this replica's mean counts, relative to others."""

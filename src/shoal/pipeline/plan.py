@@ -13,9 +13,8 @@ from torch import nn
 
 from shoal.errors import ModelError
 from shoal.layout import Share
-from shoal.settings import ARGUMENTS, counted, kind_of, stage_faults, told
-
-Loss = Callable[[Any, Any], torch.Tensor]
+from shoal.pipeline.losses import REDUCTIONS, Loss, loss_faults
+from shoal.settings import ARGUMENTS, counted, stage_faults, told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
         None if of_cuts or of_stages else plan.cuts,
         ARGUMENTS,
     )
-    if plan.reduction not in ("mean", "sum"):
+    if plan.reduction not in REDUCTIONS:
         found.append(f"reduction={plan.reduction!r}: must be 'mean' or 'sum'.")
     loss: Any = plan.loss  # a script's types are nobody's business but ours
     if loss is not None and not callable(loss):
@@ -75,7 +74,7 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
             f"{_shown('loss=', loss)}: must be a function (output, target) -> loss, such as "
             "torch.nn.functional.mse_loss."
         )
-    found += _loss_faults(plan)
+    found += loss_faults(loss, plan.reduction)
     norm: Any = plan.clip_norm
     if norm is not None and not (isinstance(norm, float | Real) and float(norm) > 0):
         found.append(f"{_shown('clip_norm=', norm)}: must be a positive number.")
@@ -93,27 +92,6 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
     if not isinstance(seed, int | Integral):
         found.append(f"{_shown('seed=', seed)}: must be a whole number.")
     return found + name_faults("inputs=", plan.inputs) + _optimizer_faults(plan)
-
-
-def _loss_faults(plan: Plan) -> list[str]:
-    """What a loss that is a module says of itself, and would go wrong without a word."""
-    loss: Any = plan.loss
-    if not isinstance(loss, nn.Module):
-        return []
-    kind = type(loss).__name__
-    found = []
-    if names := [name for name, p in loss.named_parameters() if p.requires_grad]:
-        found.append(
-            f"loss={kind}: has parameters of its own ({', '.join(names[:5])}), which nobody would "
-            "train. Put them into the model."
-        )
-    given = getattr(loss, "reduction", None)
-    if {"mean", "sum", "none"} >= {given, plan.reduction} and given != plan.reduction:
-        found.append(
-            f"loss={kind}(reduction={given!r}): must give one number, and as reduction= of the "
-            f"pipeline says, which is {plan.reduction!r}."
-        )
-    return found
 
 
 def whole_number_faults(option: str, value: Any) -> list[str]:
@@ -202,16 +180,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}: its step() needs a closure that computes the loss again, "
             "and here no rank can do so by itself. Use an optimizer whose step() needs none."
         )
-
-
-def check_loss(loss: object, reduction: str) -> None:
-    """What loss= has given for a micro-batch must be one number, to go back from."""
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return
-    given = kind_of(loss)
-    if isinstance(loss, torch.Tensor):
-        given = f"a tensor of shape {tuple(loss.shape)}"
-    raise ModelError(
-        f"loss=: gave {given}; it must give one number, the {reduction} over the samples that it "
-        f"was given (reduction={reduction!r})."
-    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.boss.losses import check_mean, loss_to_data
+from shoal.boss.losses import loss_to_data
 from shoal.errors import ModelError
 
 
@@ -41,40 +41,3 @@ def test_what_would_be_lost_is_refused(loss: Any, why: str) -> None:
     assert said.startswith(f"loss: {why}")
     assert __file__ in said
     assert said.endswith("compute the loss here: loss(model(x), y).backward().")
-
-
-CLASSES = torch.tensor([0, 1, 2])
-
-
-@pytest.mark.parametrize(
-    ("loss", "target", "reduction", "why"),
-    [
-        (nn.MSELoss(reduction="sum"), torch.ones(3), "mean", "reduction='sum'"),
-        (nn.MSELoss(), torch.ones(3), "sum", "reduction='mean'"),
-        (nn.CrossEntropyLoss(reduction="none"), CLASSES, "mean", "reduction='none'"),
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), CLASSES, "mean", "weighs classes"),
-        (nn.CrossEntropyLoss(ignore_index=2), CLASSES, "mean", "ignores some"),
-        (F.cross_entropy, torch.tensor([0, -100, 1]), "mean", "ignores some"),
-    ],
-)
-def test_a_loss_that_is_no_mean_over_samples(
-    loss: Any, target: torch.Tensor, reduction: str, why: str
-) -> None:
-    """Of several micro-batches it came out as another number, without a word."""
-    with pytest.raises(ModelError, match=why):
-        check_mean(loss, target, reduction)
-
-
-@pytest.mark.parametrize(
-    ("loss", "target", "reduction"),
-    [
-        (nn.MSELoss(), torch.ones(3), "mean"),
-        (nn.CrossEntropyLoss(), CLASSES, "mean"),
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), torch.ones(3, 3), "mean"),
-        (nn.CrossEntropyLoss(weight=torch.ones(3), reduction="sum"), CLASSES, "sum"),
-        (F.cross_entropy, CLASSES, "mean"),
-        (lambda out, y: out.mean(), None, "mean"),
-    ],
-)
-def test_a_loss_that_is_one(loss: Any, target: Any, reduction: str) -> None:
-    check_mean(loss, target, reduction)

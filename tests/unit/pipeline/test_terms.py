@@ -16,7 +16,7 @@ from shoal.pipeline.build import as_module
 from shoal.pipeline.layer import Layer
 from shoal.pipeline.layers import model_of
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns
-from shoal.pipeline.plan import Plan, check_loss, check_optimizer, plan_faults, terms
+from shoal.pipeline.plan import Plan, check_optimizer, plan_faults, terms
 
 # -- terms -----------------------------------------------------------------------------------------
 
@@ -127,18 +127,6 @@ def test_all_of_them_at_once() -> None:
 )
 def test_words_that_are_fine(words: dict[str, Any]) -> None:
     assert plan_faults(replace(PLAN, **words), 2) == []
-
-
-def test_a_loss_is_one_number() -> None:
-    check_loss(torch.tensor(1.0), "mean")
-    with pytest.raises(
-        ModelError, match=r"gave a tensor of shape \(4, 2\); it must give one number"
-    ):
-        check_loss(torch.zeros(4, 2), "mean")
-    with pytest.raises(ModelError, match=r"gave a float; .* the sum over"):
-        check_loss(1.0, "sum")
-    with pytest.raises(ModelError, match=r"gave an int; "):
-        check_loss(1, "sum")
 
 
 # -- optimizers ------------------------------------------------------------------------------------

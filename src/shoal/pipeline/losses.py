@@ -1,0 +1,97 @@
+"""The losses of micro-batches, put together so that they are that of the batch.
+
+A mean over samples counts by the samples of its micro-batch. Torch's losses of classes are means
+over what they count: targets that they ignore (padding) do not count, and classes may have weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shoal.errors import ModelError
+from shoal.layout import Share
+from shoal.settings import kind_of
+from shoal.wire.tree import Tree
+
+IGNORED = -100
+"""The target that torch's own losses ignore, unless told otherwise."""
+REDUCTIONS = ("mean", "sum")
+
+Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
+
+
+def loss_faults(loss: Any, reduction: str) -> list[str]:
+    """What a loss that is a module says of itself, and would go wrong without a word."""
+    if not isinstance(loss, nn.Module):
+        return []
+    kind = type(loss).__name__
+    found = []
+    if names := [name for name, p in loss.named_parameters() if p.requires_grad]:
+        found.append(
+            f"loss={kind}: has parameters of its own ({', '.join(names[:5])}), which nobody would "
+            "train. Put them into the model."
+        )
+    given = getattr(loss, "reduction", None)
+    if {*REDUCTIONS, "none"} >= {given, reduction} and given != reduction:
+        found.append(
+            f"loss={kind}(reduction={given!r}): must give one number, and as reduction= says, "
+            f"which is {reduction!r}."
+        )
+    return found
+
+
+def part_weights(
+    loss: Any, targets: Sequence[Tree], parts: Sequence[Share], reduction: str
+) -> list[float]:
+    """How much the loss of each micro-batch counts."""
+    if reduction == "sum":
+        return [1.0] * len(parts)
+    if len(parts) > 1 and _is_of_classes(loss) and all(map(_are_classes, targets)):
+        counts = [_counted(loss, target) for target in targets]
+        if total := sum(counts):  # else it is nan, as in one process
+            return [count / total for count in counts]
+    return [part.size / part.total for part in parts]
+
+
+def _is_of_classes(loss: Any) -> bool:
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss in (
+        functional.cross_entropy,
+        functional.nll_loss,
+    )
+
+
+def _are_classes(target: Any) -> bool:
+    """Rather than probabilities, of which each sample's count as one."""
+    return isinstance(target, torch.Tensor) and not target.is_floating_point()
+
+
+def _counted(loss: Any, target: torch.Tensor) -> float:
+    counted = target[target != getattr(loss, "ignore_index", IGNORED)]
+    weight = getattr(loss, "weight", None)
+    return float(counted.numel() if weight is None else weight[counted].sum())
+
+
+def loss_of_part(
+    loss: Loss, output: Any, target: Any, weight: float, reduction: str
+) -> torch.Tensor:
+    """Of a micro-batch: one number, to go back from.
+
+    weight: if it is 0, nothing of it counts, and torch's mean over nothing would be nan.
+    """
+    if not weight and isinstance(output, torch.Tensor):
+        return output.flatten()[:0].sum()
+    given: Any = loss(output, target)
+    if isinstance(given, torch.Tensor) and given.numel() == 1:
+        return given
+    what = kind_of(given)
+    if isinstance(given, torch.Tensor):
+        what = f"a tensor of shape {tuple(given.shape)}"
+    raise ModelError(
+        f"loss=: gave {what}; it must give one number, the {reduction} over the samples that it "
+        f"was given (reduction={reduction!r})."
+    )
