@@ -19,6 +19,7 @@ from shoal.errors import PeerLost, ShoalError, WireError
 from shoal.wire.dist_link import DistLink
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
+from shoal.wire.tree import DTYPES, bytes_of
 from shoal.wire.zmq_link import ZmqLink
 
 TRANSPORTS = ("memory", "zmq", "dist")
@@ -254,8 +255,21 @@ def test_tensors_lie_where_torch_puts_its_own_if_that_is_wanted(links: list[Link
             assert same(got, message)
 
 
+def test_tensors_begin_where_their_dtype_may(links: list[Link]) -> None:
+    """Elsewhere torch may crash: it computes with complex128 by instructions that want it so."""
+    for size_bytes in (64, 80_000, 4_500_000):
+        bits = torch.ones(size_bytes, dtype=torch.uint8)
+        for dtype in DTYPES.values():
+            job = links[0].isend([bits.view(dtype)], to=1)
+            (got,) = links[1].recv(0)
+            job.wait()
+            assert got.data_ptr() % dtype.itemsize == 0
+            assert torch.equal(bytes_of(got), bits)
+
+
 # -- what nobody should say ------------------------------------------------------------------------
 
+PLACE = torch.zeros(4)
 TERMS: dict[str, tuple[Callable[[Link], object], str]] = {
     "a rank as text": (lambda link: link.send(1, to="1"), "'1': a rank is an int; .* links to: 1"),
     "no rank": (lambda link: link.recv(None), "None: a rank is an int"),
