@@ -289,6 +289,10 @@ TERMS: dict[str, tuple[Callable[[Link], object], str]] = {
         lambda link: link.recv(1, into={"x": torch.ones(1).expand(4)}),
         r"into=\['x'\]: this tensor cannot be filled",
     ),
+    "one place for two": (
+        lambda link: link.recv(1, into=[PLACE, {"x": PLACE}]),
+        r"into=\[1\]\['x'\] and into=\[0\] share memory",
+    ),
     "places that are none": (
         lambda link: link.irecv(1, into=[torch.ones(4, device="meta")]),
         r"into=\[0\]: a tensor on the meta device",
