@@ -252,9 +252,12 @@ class Inbox:
     @property
     def silence(self) -> PeerSilent | None:
         """Of a peer that will never answer again, if there is one."""
-        with self._lock:
-            silent = [error for error in self._lost.values() if isinstance(error, PeerSilent)]
-        return silent[0] if silent else None
+        errors = tuple(self._lost.values())
+        return next((error for error in errors if isinstance(error, PeerSilent)), None)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def discard(self, beginnings: tuple[str, ...]) -> None:
         """Nobody wants what has come, or will still wait for what comes, with such a tag."""

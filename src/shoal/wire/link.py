@@ -102,9 +102,13 @@ class Link(Closing):
         """What has come, and is waited for, with a tag that begins so: forget it."""
         self._inbox.discard(beginnings)
 
-    @property
-    def silence(self) -> PeerSilent | None:
-        """Of a rank that will never answer again, if there is one."""
+    def silence(self, limit_s: float = 0.0) -> PeerSilent | None:
+        """Of a rank that will never answer again, if there is one, or soon turns out to be.
+
+        Looks for it: who has talked to other ranks only has not noticed.
+        """
+        if not self._inbox.is_closed:
+            self._inbox.wait_until(lambda: self._inbox.silence is not None, limit_s)
         return self._inbox.silence
 
     @abstractmethod
