@@ -267,6 +267,37 @@ def test_tensors_begin_where_their_dtype_may(links: list[Link]) -> None:
             assert torch.equal(bytes_of(got), bits)
 
 
+@pytest.mark.parametrize("size", [3, 50_000, 2_000_000])
+def test_places_whose_memory_holds_other_values(links: list[Link], size: int) -> None:
+    """Conjugated, or negative, as views of torch's may be."""
+    conjugated = torch.zeros(size, dtype=torch.complex64).conj()
+    for room, values in (
+        (conjugated, torch.full((size,), 1 + 2j)),
+        (torch._neg_view(torch.zeros(size)), torch.full((size,), 3.0)),
+    ):
+        job = links[1].irecv(0, into=room)
+        sent = links[0].isend(values, to=1)
+        assert job.wait() is room
+        sent.wait()
+        assert torch.equal(room.resolve_conj().resolve_neg(), values)
+
+
+def test_a_receive_that_is_given_up_gives_its_places_back(links: list[Link]) -> None:
+    """In the midst of a message, too: whoever brought them uses them for something else then."""
+    room, message = torch.zeros(16 * 2**20), torch.arange(1, 16 * 2**20 + 1, dtype=torch.float32)
+    job = links[1].irecv(0, into=room)
+    sent = links[0].isend(message, to=1)
+    deadline = time.monotonic() + SOON_S
+    while not room[0] and not job.done():
+        assert time.monotonic() < deadline
+    links[1].give_up(job)
+    room.fill_(7)
+    got = links[1].recv(0)
+    sent.wait()
+    assert torch.equal(got, message)
+    assert room.eq(7).all()
+
+
 # -- what nobody should say ------------------------------------------------------------------------
 
 PLACE = torch.zeros(4)

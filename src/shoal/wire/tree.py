@@ -210,8 +210,6 @@ def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
         and not tensor.requires_grad
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
     )
 
 
