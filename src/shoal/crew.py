@@ -254,13 +254,19 @@ class Crew:
         self._open = False
         with self._resources:
             if error is None:
-                self.barrier()
+                error = self._gather()
+            if error is None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 return
             if not isinstance(error, PeerLost):
                 self._say_goodbye(error)
             close_store(self._way)
+
+    def _gather(self) -> BaseException | None:
+        """Wait for all others, so as to leave with them; or why to leave alone."""
+        self.barrier()
+        return None
 
     def _say_goodbye(self, error: BaseException) -> None:
         if self._store is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
-from shoal.errors import SettingsError
+from shoal.errors import PeerLost, PeerSilent, SettingsError
 from shoal.pipeline.build import Model
 from shoal.pipeline.losses import Loss as PipelineLoss
 from shoal.pipeline.pipeline import Pipeline
@@ -33,6 +34,11 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import Link
 from shoal.wire.open_link import TRANSPORTS, LinkSettings, open_link
 from shoal.wire.tree import Tree
+
+MISSED_LATER_S = 2.0
+"""By how much two ranks may differ in when they miss a third: signs of life come every second."""
+
+log = logging.getLogger("shoal")
 
 
 def join(
@@ -237,12 +243,32 @@ class JoinedCrew(Crew):
 
         Alone also where a rank was lost and the script went on without it.
         """
-        if error is None:
-            error = next((link.silence for link in self._links if link.silence), None)
         if error is not None:
-            for link in self._links:
-                link.close_after(error)
+            self._close_links(error)
         super().close(error)
+
+    def _gather(self) -> BaseException | None:
+        lost: BaseException | None = self._silence()
+        if lost is None:
+            try:
+                return super()._gather()
+            except PeerLost:
+                # Did it leave alone, because it missed another rank a little earlier than we do?
+                lost = self._silence(MISSED_LATER_S)
+                if lost is None:
+                    raise
+                log.warning("%s. Leaving without it", lost)
+        self._close_links(lost)
+        return lost
+
+    def _silence(self, limit_s: float = 0.0) -> PeerSilent | None:
+        """Of a rank that will never answer again, if one is found so soon."""
+        silences = (link.silence(limit_s) for link in self._links)
+        return next((silence for silence in silences if silence), None)
+
+    def _close_links(self, error: BaseException) -> None:
+        for link in self._links:
+            link.close_after(error)
 
     def print(self, *values: object) -> None:
         """On rank 0 only."""

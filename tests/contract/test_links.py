@@ -19,6 +19,7 @@ from shoal.errors import PeerLost, ShoalError, WireError
 from shoal.wire.dist_link import DistLink
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
+from shoal.wire.tree import DTYPES, bytes_of
 from shoal.wire.zmq_link import ZmqLink
 
 TRANSPORTS = ("memory", "zmq", "dist")
@@ -254,8 +255,52 @@ def test_tensors_lie_where_torch_puts_its_own_if_that_is_wanted(links: list[Link
             assert same(got, message)
 
 
+def test_tensors_begin_where_their_dtype_may(links: list[Link]) -> None:
+    """Elsewhere torch may crash: it computes with complex128 by instructions that want it so."""
+    for size_bytes in (64, 80_000, 4_500_000):
+        bits = torch.ones(size_bytes, dtype=torch.uint8)
+        for dtype in DTYPES.values():
+            job = links[0].isend([bits.view(dtype)], to=1)
+            (got,) = links[1].recv(0)
+            job.wait()
+            assert got.data_ptr() % dtype.itemsize == 0
+            assert torch.equal(bytes_of(got), bits)
+
+
+@pytest.mark.parametrize("size", [3, 50_000, 2_000_000])
+def test_places_whose_memory_holds_other_values(links: list[Link], size: int) -> None:
+    """Conjugated, or negative, as views of torch's may be."""
+    conjugated = torch.zeros(size, dtype=torch.complex64).conj()
+    for room, values in (
+        (conjugated, torch.full((size,), 1 + 2j)),
+        (torch._neg_view(torch.zeros(size)), torch.full((size,), 3.0)),
+    ):
+        job = links[1].irecv(0, into=room)
+        sent = links[0].isend(values, to=1)
+        assert job.wait() is room
+        sent.wait()
+        assert torch.equal(room.resolve_conj().resolve_neg(), values)
+
+
+def test_a_receive_that_is_given_up_gives_its_places_back(links: list[Link]) -> None:
+    """In the midst of a message, too: whoever brought them uses them for something else then."""
+    room, message = torch.zeros(16 * 2**20), torch.arange(1, 16 * 2**20 + 1, dtype=torch.float32)
+    job = links[1].irecv(0, into=room)
+    sent = links[0].isend(message, to=1)
+    deadline = time.monotonic() + SOON_S
+    while not room[0] and not job.done():
+        assert time.monotonic() < deadline
+    links[1].give_up(job)
+    room.fill_(7)
+    got = links[1].recv(0)
+    sent.wait()
+    assert torch.equal(got, message)
+    assert room.eq(7).all()
+
+
 # -- what nobody should say ------------------------------------------------------------------------
 
+PLACE = torch.zeros(4)
 TERMS: dict[str, tuple[Callable[[Link], object], str]] = {
     "a rank as text": (lambda link: link.send(1, to="1"), "'1': a rank is an int; .* links to: 1"),
     "no rank": (lambda link: link.recv(None), "None: a rank is an int"),
@@ -274,6 +319,10 @@ TERMS: dict[str, tuple[Callable[[Link], object], str]] = {
     "places on top of each other": (
         lambda link: link.recv(1, into={"x": torch.ones(1).expand(4)}),
         r"into=\['x'\]: this tensor cannot be filled",
+    ),
+    "one place for two": (
+        lambda link: link.recv(1, into=[PLACE, {"x": PLACE}]),
+        r"into=\[1\]\['x'\] and into=\[0\] share memory",
     ),
     "places that are none": (
         lambda link: link.irecv(1, into=[torch.ones(4, device="meta")]),

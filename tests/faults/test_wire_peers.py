@@ -76,6 +76,42 @@ def test_no_thread_is_left_behind_a_link_that_was_closed(story: Story) -> None:
     assert left == [[], []], story.said
 
 
+GOES_ON = f"""
+import os, pathlib, signal, sys, time, shoal
+
+note = pathlib.Path(sys.argv[-1])
+with shoal.join(timeout_s={SOON_S}) as crew:
+    link = crew.link("dist", hung_s=1 + crew.rank)  # rank 1 misses others later
+    if crew.rank == 2:
+        link.send("I am here", to=0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif crew.rank == 0:
+        link.recv(2)
+        try:
+            link.recv(2)
+        except shoal.PeerLost:
+            note.touch()
+    else:
+        deadline = time.monotonic() + {SOON_S}
+        while not note.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # computes, and looks at no link
+"""
+
+
+def test_nobody_waits_at_the_end_for_a_rank_that_another_has_missed(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Rank 0 leaves without rank 2, which has frozen. Rank 1 has not noticed, and does so too."""
+    script = tmp_path / "goes_on.py"
+    script.write_text(GOES_ON)
+    crew = Ranks(nursery, tmp_path, 3, str(script), str(tmp_path / "note"))
+    try:
+        assert [rank.end() for rank in crew.ranks[:2]] == [0, 0], crew.said
+        assert "lost rank 2" in crew.ranks[1].said
+    finally:
+        crew.kill()
+
+
 # -- ranks that are busy ---------------------------------------------------------------------------
 
 BUSY = f"""

@@ -151,13 +151,13 @@ def lies_in_one_piece(tensor: torch.Tensor) -> bool:
 def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
     """Whether its memory can be sent as it is."""
     return (
-        (tensor.is_cpu or stays)
+        tensor.layout is torch.strided  # others cannot even be asked what follows
+        and not tensor.is_nested
+        and (tensor.is_cpu or stays)
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
     )
 
 

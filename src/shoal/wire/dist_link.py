@@ -24,6 +24,7 @@ import queue
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,12 +38,15 @@ from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.wire import front
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.inbox import Arrival
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.slots import DTYPES, as_tensor, view_of
 from shoal.wire.terms import check_way, seconds
 from shoal.wire.tree import Tree
 
 PIECE_BYTES = 4 * 2**20
+PIECES_AHEAD = 8
+"""That receives wait for: enough to keep any network busy."""
 BLOCK_BYTES = 64 * 1024
 FRONT, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
 MAX_SPARES = 8
@@ -318,10 +322,7 @@ class DistLink(Link):
                 if arrival.take(number, place.numpy()):
                     ready = place  # it was copied out, and can be used again
             else:
-                pieces = as_tensor(arrival.room(number)).split(PIECE_BYTES)
-                tag = WHOLE + size if size <= PIECE_BYTES else PIECE
-                for work in [self._expect(peer, piece, tag) for piece in pieces]:
-                    self._await(peer, work)
+                self._receive_pieces(peer, arrival, number, size)
         # Not earlier: gloo would make us wait until it has read what is coming in. Nor later:
         # whoever gets this message may answer it, and be answered, at once.
         peer.next_front = self._expect(peer, block, FRONT)
@@ -330,6 +331,24 @@ class DistLink(Link):
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
             peer.spare[size] = self._expect(peer, ready, WHOLE + size), ready
         self._inbox.deliver(arrival)
+
+    def _receive_pieces(self, peer: _Peer, arrival: Arrival, number: int, size: int) -> None:
+        """Into place, some pieces ahead: what gloo is to fill it cannot be told to leave alone, and
+        whoever brought the place may want it back."""
+        tag = WHOLE + size if size <= PIECE_BYTES else PIECE
+        place = as_tensor(arrival.room(number))
+        ahead: deque[Any] = deque()
+        for start in range(0, size, PIECE_BYTES):
+            if len(ahead) == PIECES_AHEAD:
+                self._await(peer, ahead.popleft())
+            if arrival.must_move:
+                while ahead:
+                    self._await(peer, ahead.popleft())
+                self._inbox.move(arrival)
+                place = as_tensor(arrival.memory(number))
+            ahead.append(self._expect(peer, place[start : start + PIECE_BYTES], tag))
+        while ahead:
+            self._await(peer, ahead.popleft())
 
     def _expect(self, peer: _Peer, place: torch.Tensor, tag: int) -> Any:
         return peer.group.recv([place], peer.other, tag)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,11 +57,13 @@ class Arrival:
 
     def room(self, number: int) -> memoryview:
         """Where the bytes of a slot go: in place, where the asker brought a place."""
-        if number in self._places:
-            self._tensors[number] = self._places[number]
-            return view_of(memory_of(self._places[number].detach()))
-        self._tensors[number] = allocate(self.front.slots[number])
-        return view_of(memory_of(self._tensors[number]))
+        place = self._places.get(number)
+        self._tensors[number] = allocate(self.front.slots[number]) if place is None else place
+        return self.memory(number)
+
+    def memory(self, number: int) -> memoryview:
+        """The same room again."""
+        return view_of(memory_of(self._tensors[number].detach()))
 
     def take(self, number: int, content: Any) -> bool:
         """The bytes of a slot: a writable buffer that nobody else will use again.
@@ -79,11 +81,18 @@ class Arrival:
         """A slot that needs no more work: from GPU to GPU."""
         self._tensors[number] = tensor
 
+    @property
+    def must_move(self) -> bool:
+        """Whoever brought the places is not waiting any more, and will use them otherwise."""
+        return self.is_in_place and self.job is not None and self.job._given_up
+
+    def move(self) -> None:
+        """Out of these places, with what has come so far, into memory of our own."""
+        self._tensors = [tensor.detach().clone() for tensor in self._tensors]
+        self._places = {}
+
     def message(self) -> Tree:
         """All slots are full: what came."""
-        if self._places and self.job is not None and self.job._given_up:
-            # Whoever brought the places is not waiting any more, and may use them otherwise.
-            self._tensors = [tensor.detach().clone() for tensor in self._tensors]
         return self.front.build(self._tensors)
 
 
@@ -97,6 +106,8 @@ def _fitting(into: Tree, front: Front) -> dict[int, torch.Tensor]:
             tensor is None
             or not tensor.is_cpu
             or not tensor.is_contiguous()
+            or tensor.is_conj()  # its memory holds other values than it has
+            or tensor.is_neg()
             or slot.is_on_gpu
             or slot.kind != DTYPE_NAMES.get(tensor.dtype)
             or slot.shape != list(tensor.shape)
@@ -129,7 +140,7 @@ class Inbox:
         self._queues: dict[Key, _Queue] = {}
         self._arriving: set[Arrival] = set()
         self._lost: dict[int, ShoalError] = {}
-        self._backlog: dict[int, int] = {}
+        self._backlog: dict[int, int] = defaultdict(int)
         """Bytes that have come from each peer and that nobody has asked for."""
         self._closed = False
 
@@ -182,10 +193,12 @@ class Inbox:
 
     def deliver(self, arrival: Arrival) -> None:
         """The slots are full. Raises WireError if they make no message."""
-        tree = arrival.message()
         with self._lock:
             if arrival not in self._arriving:
                 return  # the peer was lost meanwhile, and whoever asked has been told
+            if arrival.must_move:
+                arrival.move()
+            tree = arrival.message()
             self._arriving.remove(arrival)
             job = arrival.job
             is_waited_for = job is not None and not job._given_up
@@ -203,11 +216,11 @@ class Inbox:
                 return
         size = sum(front.sizes)
         queue.messages.append((tree, size))
-        self._backlog[peer] = self._backlog.get(peer, 0) + size
+        self._backlog[peer] += size
 
     def has_room(self, peer: int) -> bool:
         """Whether it is time to receive more from `peer`: little is waiting, or someone is."""
-        if self._closed or self._backlog.get(peer, 0) < MAX_BACKLOG_BYTES:
+        if self._closed or self._backlog[peer] < MAX_BACKLOG_BYTES:
             return True
         return any(queue.jobs for (p, _), queue in self._queues.items() if p == peer)
 
@@ -243,18 +256,19 @@ class Inbox:
     @property
     def silence(self) -> PeerSilent | None:
         """Of a peer that will never answer again, if there is one."""
-        with self._lock:
-            silent = [error for error in self._lost.values() if isinstance(error, PeerSilent)]
-        return silent[0] if silent else None
+        errors = tuple(self._lost.values())
+        return next((error for error in errors if isinstance(error, PeerSilent)), None)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def discard(self, beginnings: tuple[str, ...]) -> None:
         """Nobody wants what has come, or will still wait for what comes, with such a tag."""
         with self._lock:
             for (peer, tag), queue in self._queues.items():
                 if tag.startswith(beginnings):
-                    self._backlog[peer] = self._backlog.get(peer, 0) - sum(
-                        size for _, size in queue.messages
-                    )
+                    self._backlog[peer] -= sum(size for _, size in queue.messages)
                     queue.messages.clear()
                     for job in queue.jobs:
                         job._given_up = True
@@ -278,11 +292,22 @@ class Inbox:
         self._arriving = {each for each in self._arriving if each.peer not in peers}
         self._wake()
 
+    def is_filling(self, job: ReceiveJob) -> bool:
+        """Whether a message is on its way right into the places that a job brought."""
+        return any(each.job is job and each.is_in_place for each in tuple(self._arriving))
+
+    def move(self, arrival: Arrival) -> None:
+        """Give the places of an arrival back to whoever brought them."""
+        with self._lock:
+            arrival.move()
+            self._wake()
+
     def withdraw(self, job: ReceiveJob) -> None:
         """Nobody will wait for this job any more: it must not take a message away."""
         with self._lock:
             if job._done and job._error is None:  # it came in the last moment, first in its queue
-                self._queue(job.peer, job.tag).messages.appendleft((job._tree, 0))
+                tree = job._tree if job._into is None else _copied(job._tree)
+                self._queue(job.peer, job.tag).messages.appendleft((tree, 0))
             job._given_up = True
             queue = self._queue(job.peer, job.tag)
             if job in queue.jobs:
@@ -382,6 +407,11 @@ def _fill(into: Tree, tree: Tree) -> Tree:
         for path, place in places.items():
             place.copy_(tensors[path])
     return with_tensors(tree, places)
+
+
+def _copied(tree: Tree) -> Tree:
+    """The same values, in other memory."""
+    return with_tensors(tree, {path: t.detach().clone() for path, t in tensors_of(tree).items()})
 
 
 def _described(tensors: dict[Path, tuple[torch.dtype, tuple[int, ...]]]) -> str:

@@ -97,16 +97,24 @@ class Link(Closing):
         return self._inbox.wait_until(lambda: any(job.is_over for job in jobs), timeout_s)
 
     def give_up(self, job: ReceiveJob) -> None:
-        """Nobody will wait for it any more: what it would have got goes to the next who asks."""
+        """Nobody will wait for it any more: what it would have got goes to the next who asks.
+
+        The places that it brought are free again afterwards: nothing more is written there.
+        """
         self._inbox.withdraw(job)
+        self._inbox.wait_until(lambda: not self._inbox.is_filling(job), self.timeout_s)
 
     def discard(self, *beginnings: str) -> None:
         """What has come, and is waited for, with a tag that begins so: forget it."""
         self._inbox.discard(beginnings)
 
-    @property
-    def silence(self) -> PeerSilent | None:
-        """Of a rank that will never answer again, if there is one."""
+    def silence(self, limit_s: float = 0.0) -> PeerSilent | None:
+        """Of a rank that will never answer again, if there is one, or soon turns out to be.
+
+        Looks for it: who has talked to other ranks only has not noticed.
+        """
+        if not self._inbox.is_closed:
+            self._inbox.wait_until(lambda: self._inbox.silence is not None, limit_s)
         return self._inbox.silence
 
     @abstractmethod

@@ -39,6 +39,7 @@ PLAIN = (TEXT, BYTES, INT)
 """Kinds of buffers that hold no tensor."""
 _NUMPY_KINDS = {name: numpy.dtype(name) for name in DTYPES if name in numpy.sctypeDict}
 _NUMPY = {DTYPES[name] for name in _NUMPY_KINDS}
+_LONG = [name for name, dtype in DTYPES.items() if dtype.itemsize > 8]
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -130,9 +131,17 @@ def allocate(slot: Slot) -> torch.Tensor:
 
 
 def shaped(slot: Slot, content: Any) -> torch.Tensor:
-    """Memory that is ours alone, as the tensor that a slot says it is. Not copied."""
+    """Memory that is ours alone, as the tensor that a slot says it is. Not copied.
+
+    But for numbers that are longer than a word: torch's own code for them crashes where they do not
+    begin at a multiple of their size, and ZeroMQ's memory does not.
+    """
     if not len(content):
         return allocate(slot)
+    if slot.kind in _LONG:
+        tensor = allocate(slot)
+        view_of(memory_of(tensor))[:] = content
+        return tensor
     tensor = torch.frombuffer(content, dtype=DTYPES.get(slot.kind, torch.uint8))
     return tensor if len(slot.shape) == 1 else tensor.view(slot.shape)
 
@@ -148,7 +157,7 @@ Shape = Callable[[Any], torch.Tensor]
 def shaper(slot: Slot) -> Shape:
     """`shaped`, for one slot, in one call of torch's."""
     kind, shape = _NUMPY_KINDS.get(slot.kind), tuple(slot.shape)
-    if kind is None or not slot.size_bytes:
+    if kind is None or not slot.size_bytes or slot.kind in _LONG:
         return functools.partial(shaped, slot)
     if len(shape) == 1:
         return functools.partial(torch.frombuffer, dtype=DTYPES[slot.kind])

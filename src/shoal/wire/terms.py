@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import torch
 
@@ -60,6 +61,7 @@ def check_size(name: str, value: int) -> None:
 
 def check_places(into: Tree) -> None:
     """Tensors that can be filled: each element has a place of its own."""
+    spans = []
     for path, tensor in tensors_of(into).items():
         place = "into=" + "".join(f"[{step!r}]" for step in path)
         if tensor.is_meta:
@@ -68,6 +70,19 @@ def check_places(into: Tree) -> None:
             raise WireError(
                 f"{place}: this tensor cannot be filled, since several of its elements are in "
                 "one place (expand() makes such, .contiguous() undoes it), or it is not dense."
+            )
+        if tensor.numel():
+            begin, is_solid = tensor.data_ptr(), tensor.is_contiguous()  # else: with gaps
+            spans.append((begin, begin + (tensor.nbytes if is_solid else 1), place))
+    _check_apart(sorted(spans))
+
+
+def _check_apart(spans: list[tuple[int, int, str]]) -> None:
+    """Where places begin and end, in order: none has memory of another."""
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise WireError(
+                f"{other} and {one} share memory: what comes for one would overwrite the other."
             )
 
 

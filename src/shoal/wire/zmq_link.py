@@ -31,6 +31,7 @@ from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.network import is_loopback
 from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.inbox import ReceiveJob
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_way, seconds
 from shoal.wire.tree import Tree
@@ -315,6 +316,14 @@ class ZmqLink(Link):
             self._frame = _NO_FRAME  # or its memory could not be had for the next
             if self._gate.has_broken:
                 self._bury(is_quiet=False, heard=peer)
+
+    def give_up(self, job: ReceiveJob) -> None:
+        self._inbox.withdraw(job)
+        if self._inbox.is_filling(job):
+            with self._pumping:  # nobody receives into its places meanwhile
+                due = self._peers[job.peer].due
+                if due is not None:
+                    due.move_if_must()
 
     def tend(self, condition: Callable[[], bool] = lambda: False, limit_s: float = 0.0) -> bool:
         """Receive, for so long at most, until a condition is met; whether it is."""

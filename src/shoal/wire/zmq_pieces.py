@@ -93,10 +93,18 @@ class Due:
         self._number = number
         self._count = 0
         self._arrival = inbox.arrive(peer, front)
+        self._behind = front.behind
         for (slot, _, _), content in zip(front.small, small, strict=True):
             self._arrival.take(slot, content)
         self._places = [p for slot in front.behind for p in cut(self._arrival.room(slot))]
         self._places.reverse()  # the next one last
+
+    def move_if_must(self) -> None:
+        """Out of places that somebody brought and wants back; the other pieces go elsewhere."""
+        if self._arrival.must_move:
+            self._inbox.move(self._arrival)
+            places = [p for slot in self._behind for p in cut(self._arrival.memory(slot))]
+            self._places = places[self._count :][::-1]
 
     def check(self, stamp: memoryview) -> None:
         """What stands before the next piece."""

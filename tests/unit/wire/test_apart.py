@@ -97,6 +97,11 @@ def test_integers_of_any_size(bits: int) -> None:
         assert there_and_back({-(1 << bits): 1}) == {-(1 << bits): 1}
 
 
+def compressed() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # that this may change
+        return torch.eye(2).to_sparse_csr()
+
+
 def nested() -> torch.Tensor:
     with warnings.catch_warnings(action="ignore"):  # that this may change
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -114,6 +119,7 @@ def nested() -> torch.Tensor:
         ([torch.ones(65 * [1], dtype=torch.bfloat16)], "message[0]: a tensor of 65 dimensions"),
         ({"a": {("x",): 1}}, "message['a']: a dict key"),
         ([torch.eye(2).to_sparse()], "message[0]: a sparse_coo tensor cannot be sent"),
+        ([compressed()], "message[0]: a sparse_csr tensor cannot be sent"),
         ([nested()], "message[0]: a nested tensor cannot be sent"),
         ([torch.empty(2, dtype=torch.int4)], "message[0]: a tensor of torch.int4 cannot be sent"),
         ({"m": torch.empty(2, device="meta")}, "message['m']: a tensor on the meta device"),

@@ -49,6 +49,35 @@ def test_places_that_can_be_filled(tensor: torch.Tensor) -> None:
     check_places({"x": [tensor]})
 
 
+ROOM = torch.zeros(6, 4)
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        list(ROOM),
+        list(ROOM.t()),
+        [ROOM[:, :2], ROOM[:, 2:]],
+        [ROOM[::2], ROOM[1::2]],
+        [ROOM[:0], ROOM],
+    ],
+    ids=["rows", "columns", "halves", "turns", "nothing of it"],
+)
+def test_places_side_by_side(into: list[torch.Tensor]) -> None:
+    check_places(into)
+
+
+@pytest.mark.parametrize(
+    "into",
+    [[ROOM, ROOM], [ROOM[:2], ROOM[5:], ROOM[1:4]], [ROOM[2], ROOM[2, ::2]], [ROOM[4, 1], ROOM]],
+    ids=["the same", "rows that overlap", "some of it, with gaps", "one element of it"],
+)
+def test_places_that_share_memory(into: list[torch.Tensor]) -> None:
+    """What comes for one would overwrite what came for the other."""
+    with pytest.raises(WireError, match=r"into=\[\d\] and into=\[\d\] share memory"):
+        check_places(into)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
