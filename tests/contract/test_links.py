@@ -19,7 +19,7 @@ from shoal.errors import PeerLost, ShoalError, WireError
 from shoal.wire.dist_link import DistLink
 from shoal.wire.link import Link
 from shoal.wire.memory import MemoryLink
-from shoal.wire.tree import DTYPES, bytes_of
+from shoal.wire.slots import DTYPES, bytes_of
 from shoal.wire.zmq_link import ZmqLink
 
 TRANSPORTS = ("memory", "zmq", "dist")
