@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from machine import described  # noqa: E402
+
 LOCAL, BOSS, TRAIN_STEP = "local", "boss", "boss.train_step"
 RANKS = ("gpipe zmq", "gpipe dist")
 TINY_BATCH = 8
@@ -154,19 +152,6 @@ def show_growth(counts: list[int], options: list[str]) -> None:
         )
 
 
-def watch_others() -> Callable[[], float]:
-    """From now on: how much of the machine was busy with what is not ours."""
-
-    def busy() -> float:
-        times = psutil.cpu_times()
-        ours = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own = sum(use.ru_utime + use.ru_stime for use in ours)
-        return sum(times) - times.guest - times.guest_nice - times.idle - times.iowait - own
-
-    before, begun = busy(), time.monotonic()
-    return lambda: (busy() - before) / (time.monotonic() - begun) / (os.cpu_count() or 1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant")
@@ -180,22 +165,20 @@ def main() -> None:
     parser.add_argument("--tiny-steps", type=int, default=20, help="in a turn, with many workers")
     parser.add_argument("--only", choices=["race", "growth"])
     args = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {sys.platform}")
-    others = watch_others()
-    if args.only != "growth":
-        options = ["--rounds", str(max(2, args.rounds)), "--steps", str(args.steps)]
-        options += ["--microbatches", args.microbatches]
-        options += [] if args.cut is None else ["--cut", args.cut]
-        run = race(["-m", "shoal", "run", "--workers", "2", "--threads", "1"], options)
-        counts = [int(count) for count in args.microbatches.split(",")]
-        show_times(run, counts)
-        show_work(run)
-        show_aims(run, counts)
-    if args.only != "race":
-        tiny = ["--rounds", str(args.tiny_rounds), "--steps", str(args.tiny_steps)]
-        tiny += ["--batch-size", str(TINY_BATCH)]
-        show_growth([int(count) for count in args.workers.split(",")], tiny)
-    print(f"\nMeanwhile, other work took {max(0.0, others()):.0%} of this machine.")
+    with described():
+        if args.only != "growth":
+            options = ["--rounds", str(max(2, args.rounds)), "--steps", str(args.steps)]
+            options += ["--microbatches", args.microbatches]
+            options += [] if args.cut is None else ["--cut", args.cut]
+            run = race(["-m", "shoal", "run", "--workers", "2", "--threads", "1"], options)
+            counts = [int(count) for count in args.microbatches.split(",")]
+            show_times(run, counts)
+            show_work(run)
+            show_aims(run, counts)
+        if args.only != "race":
+            tiny = ["--rounds", str(args.tiny_rounds), "--steps", str(args.tiny_steps)]
+            tiny += ["--batch-size", str(TINY_BATCH)]
+            show_growth([int(count) for count in args.workers.split(",")], tiny)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from machine import described  # noqa: E402
+
 LOCAL, TORCH = "local", "torch 1F1B"
 NUM_STAGES = 2
 
@@ -142,19 +139,6 @@ def show_aims(results: list[Result]) -> None:
         print(f"| {who} | {aim.words}{against} | {aim.most:.2f} | {found:.3f} | {verdict} |")
 
 
-def watch_others() -> Callable[[], float]:
-    """From now on: how much of the machine was busy with what is not ours."""
-
-    def busy() -> float:
-        times = psutil.cpu_times()
-        ours = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own = sum(use.ru_utime + use.ru_stime for use in ours)
-        return sum(times) - times.guest - times.guest_nice - times.idle - times.iowait - own
-
-    before, begun = busy(), time.monotonic()
-    return lambda: (busy() - before) / (time.monotonic() - begun) / (os.cpu_count() or 1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant")
@@ -162,16 +146,14 @@ def main() -> None:
     parser.add_argument("--microbatches", default="2,4,8,16", help="numbers to be tried")
     parser.add_argument("--cut", help="where stage 1 begins, instead of automatic cuts")
     args = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {sys.platform}")
-    others = watch_others()
-    options = ["--rounds", str(max(2, args.rounds)), "--steps", str(args.steps)]
-    options += ["--microbatches", args.microbatches]
-    results = race(options if args.cut is None else [*options, "--cut", args.cut])
-    show_cuts(results)
-    show_times(results)
-    show_idle(results)
-    show_aims(results)
-    print(f"\nMeanwhile, other work took {max(0.0, others()):.0%} of this machine.")
+    with described():
+        options = ["--rounds", str(max(2, args.rounds)), "--steps", str(args.steps)]
+        options += ["--microbatches", args.microbatches]
+        results = race(options if args.cut is None else [*options, "--cut", args.cut])
+        show_cuts(results)
+        show_times(results)
+        show_idle(results)
+        show_aims(results)
 
 
 if __name__ == "__main__":

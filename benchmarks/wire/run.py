@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from machine import described  # noqa: E402
+
 ZMQ, GLOO = "raw pyzmq", "raw gloo"
 PAIRS = 10
 
@@ -122,33 +119,18 @@ def show_aims(results: dict[str, Seconds]) -> None:
             )
 
 
-def watch_others() -> Callable[[], float]:
-    """From now on: how much of the machine was busy with what is not ours."""
-
-    def busy() -> float:
-        times = psutil.cpu_times()
-        ours = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own = sum(use.ru_utime + use.ru_stime for use in ours)
-        return sum(times) - times.guest - times.guest_nice - times.idle - times.iowait - own
-
-    before, begun = busy(), time.monotonic()
-    return lambda: (busy() - before) / (time.monotonic() - begun) / (os.cpu_count() or 1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60, help="turns of each contestant")
     parser.add_argument("--only", choices=list(SIZES), help="one size")
     args = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {sys.platform}")
-    others = watch_others()
-    results: dict[str, Seconds] = {}
-    for name, size in SIZES.items():
-        if args.only in (None, name):
-            results[name] = race(size, max(4, int(size.rounds * args.rounds)))
-            show(name, results[name])
-    show_aims(results)
-    print(f"\nMeanwhile, other work took {max(0.0, others()):.0%} of this machine.")
+    with described():
+        results: dict[str, Seconds] = {}
+        for name, size in SIZES.items():
+            if args.only in (None, name):
+                results[name] = race(size, max(4, int(size.rounds * args.rounds)))
+                show(name, results[name])
+        show_aims(results)
 
 
 if __name__ == "__main__":

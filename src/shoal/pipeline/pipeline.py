@@ -51,6 +51,7 @@ from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
+from shoal.pipeline.whole import Whole
 from shoal.settings import kind_of
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
@@ -104,8 +105,8 @@ class Pipeline:
         crew.agree("the model", outline(graph))
         self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
         """Each as a value of the graph, and as `forward` calls it."""
-        self._shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
-        """Of the whole model's state, in its order."""
+        shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+        self._whole = Whole(crew, link, self._ranks, shapes)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
@@ -190,7 +191,7 @@ class Pipeline:
         names = [list(stage.module.state_dict()) for stage in stages]
         mine = names[self.stage_number]
         used = {name for each in names for name in each}
-        stray = [name for name in self._shapes if name not in used and self.stage_number == 0]
+        stray = [name for name in self._whole.shapes if name not in used and self.stage_number == 0]
         if self._is_own_init and is_on_meta(graph.model):
             materialise(graph.model, self.plan.seed, device, {*mine, *stray})
         state = graph.model.state_dict()
@@ -449,79 +450,19 @@ class Pipeline:
     # -- what is more than one rank's --------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all stages so that together they have at most this norm.
-
-        Norms are put together in the order of the model's parameters, as one process does.
-        """
-        named = [(n, p.grad) for n, p in self.module.named_parameters() if p.grad is not None]
-        mine = {name: torch.linalg.vector_norm(grad) for name, grad in named}
-        norms = dict(mine)
-        others = [rank for rank in self._ranks if rank != self._crew.rank]
-        for rank in others:
-            self._link.isend(mine, rank, "norms")
-        for rank in others:
-            norms |= self._link.recv(rank, "norms")
-        order = [name for name in self._shapes if name in norms]
-        if not order:  # as in one process, where nothing is trained
-            return torch.zeros((), device=self._crew.device)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
-        gradients = [grad for _, grad in named]
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale)
-        return total
+        """Scale the gradients of all stages so that together they have at most this norm."""
+        return self._whole.clip(self.module, max_norm)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole, on rank 0, as a plain model's, and a copy; empty on the others."""
-        mine = {**self.module.state_dict(), **self._stray}
-        if self.replica != 0:
-            return {}
-        if self._crew.rank != 0:
-            self._link.send(mine, 0, "state")
-            return {}
-        state = {name: tensor.clone() for name, tensor in mine.items()}
-        for rank in self._ranks[1:]:
-            state |= self._link.recv(rank, "state")
-        return {name: state[name] for name in self._shapes}
+        return self._whole.gather({**self.module.state_dict(), **self._stray})
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """A whole state, and nothing else, on rank 0; the others may give None."""
-        names = list(self.module.state_dict())
-        faults = self._state_faults(state or {}) if self._crew.rank == 0 else []
-        told = self._crew.exchange("names of parameters", [names, faults])
-        if told[0][1]:
-            raise ModelError(told[0][1])
-        if self._crew.rank != 0:
-            self.module.load_state_dict(self._link.recv(0, "state"))
-            return
-        assert state is not None
-        for rank in range(1, self._crew.size):
-            self._link.send({name: state[name] for name in told[rank][0]}, rank, "state")
-        self.module.load_state_dict({name: state[name] for name in names})
-        for name, tensor in self._stray.items():
-            tensor.copy_(state[name])
-
-    def _state_faults(self, state: Mapping[str, torch.Tensor]) -> list[str]:
-        """What a plain model's strict load_state_dict would refuse."""
-        faults = []
-        if missing := [name for name in self._shapes if name not in state]:
-            faults.append(
-                f"load_state_dict: rank 0 needs the whole state; it has no {_few(missing)}."
-            )
-        if unknown := [name for name in state if name not in self._shapes]:
-            faults.append(f"load_state_dict: the model has no {_few(unknown)}.")
-        return faults + [
-            f"load_state_dict: {name} is {tuple(state[name].shape)}, and the model's is {shape}."
-            for name, shape in self._shapes.items()
-            if name in state and tuple(state[name].shape) != shape
-        ]
+        self._whole.spread(state, self.module, self._stray)
 
     def close(self) -> None:
         self._averages.close()
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _told(announced: Sequence[Any]) -> str:

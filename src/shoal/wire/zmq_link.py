@@ -5,7 +5,7 @@
                                                      and one more each for signs of life
 
 A message is its front and, behind it, its large buffers (zmq_pieces.py); how sockets are made is in
-zmq_sockets.py.
+zmq_sockets.py, what is known of another rank in zmq_peer.py.
 
 Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
 message there is no thread of ours. Who may connect, and who has gone, is the gate's business
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -36,6 +35,7 @@ from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_way, seconds
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
+from shoal.wire.zmq_peer import Peer
 from shoal.wire.zmq_pieces import (
     LAST,
     Due,
@@ -61,37 +61,6 @@ OnCall = Callable[[bytes, bytes, str], bytes | None]
 """Told of a call: who (to answer to), what, and with which key; what is to be answered at once."""
 
 log = logging.getLogger("shoal.wire")
-
-
-@dataclass
-class _Peer:
-    rank: int
-    name: str
-    guest: Guest
-    """Who the gate says is behind the messages of this rank."""
-    dealer: zmq.Socket[bytes]
-    pulse: zmq.Socket[bytes]
-    """A connection for signs of life: that of the dealer may be full, and then passes none.
-
-    Nor can signs come from the other side, which does not read when its queue is full: ZeroMQ
-    4.3.5 ends the process if such a connection breaks (zeromq/libzmq issue 4364).
-    """
-    packer: front.Packer
-    reader: front.FrontReader
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    num_sent: int = 0
-    num_received: int = 0
-    silent_since: float = 0.0
-    """After its connection broke: when it was last heard of, or nothing of it was first."""
-    passed_over: int = 0
-    """How often others were heard since then. ZeroMQ takes from all in turn."""
-    has_ended: bool = False
-    """All that it sent was here to be received when it was last looked at."""
-    has_come: bool = False
-    has_pulse: bool = False
-    is_gone: bool = False
-    due: Due | None = None
-    """The message whose pieces are coming, if one is."""
 
 
 class ZmqLink(Link):
@@ -144,9 +113,9 @@ class ZmqLink(Link):
             raise WireError(f"rank {rank} cannot listen on {where}: {error}") from error
         self.card = Card(endpoint, secrets.token_hex(16), keys.pair.public if keys else "")
         self._name = f"rank {rank}"
-        self._peers: dict[int, _Peer] = {}
-        self._by_identity: dict[bytes, _Peer] = {}
-        self._by_pulse: dict[bytes, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+        self._by_pulse: dict[bytes, Peer] = {}
         self._pumping = threading.Lock()
         self._frame = _NO_FRAME
         """What was received last."""
@@ -180,7 +149,7 @@ class ZmqLink(Link):
             guest = Guest(card.public_key)
             dealer, pulse = (self._dealer(card, guest, what) for what in ("", PULSE))
             give_pulse(pulse, self._hung_s, self._last_words_s)
-            peer = self._peers[rank] = _Peer(
+            peer = self._peers[rank] = Peer(
                 rank,
                 name,
                 guest,
@@ -230,7 +199,7 @@ class ZmqLink(Link):
         # Their other connections too, or one that leaves soon would be taken for a stranger.
         self._pump_until(lambda: all(p.has_pulse for p in peers), PULSE_GRACE_S)
 
-    def _missing(self, peer: _Peer) -> str:
+    def _missing(self, peer: Peer) -> str:
         if peer.guest.is_connected and peer.has_come:
             return ""
         if peer.is_gone:
@@ -355,7 +324,7 @@ class ZmqLink(Link):
         self._gate.greet(self._frame, peer.guest)
         peer.has_pulse = True
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         """One zmq message from `peer`, of which the first frame has been received."""
         frame = self._frame
         if self._keys and not peer.guest.is_author_of(frame):
@@ -381,12 +350,12 @@ class ZmqLink(Link):
             contents.insert(slot, piece)
         self._inbox.deliver_whole(peer.rank, read, contents)
 
-    def _receive_piece(self, peer: _Peer, due: Due, stamp: memoryview) -> None:
+    def _receive_piece(self, peer: Peer, due: Due, stamp: memoryview) -> None:
         due.check(stamp)
         if due.fill(self._next_into(due.place)):
             peer.due = None
 
-    def _receive_sign(self, peer: _Peer, frame: zmq.Frame) -> None:
+    def _receive_sign(self, peer: Peer, frame: zmq.Frame) -> None:
         sign, reason = frame.bytes, ""
         if sign == HELLO and not peer.has_come:
             peer.has_come = True
@@ -420,27 +389,15 @@ class ZmqLink(Link):
 
     # -- peers that go -----------------------------------------------------------------------------
 
-    def _bury(self, is_quiet: bool, heard: _Peer | None = None) -> None:
-        """Give up those whose connection broke, when nothing of theirs is left to be received.
-
-        is_quiet: nothing at all is left. Else, while others talk: not for a while.
-        """
-        now = time.monotonic()
+    def _bury(self, is_quiet: bool, heard: Peer | None = None) -> None:
+        """Give up those whose connection broke, when nothing of theirs is left to be received."""
         for peer in self._peers.values():
-            if not peer.guest.broken_at or peer.is_gone:
-                continue
-            is_end_new = peer.guest.has_ended and not peer.has_ended
-            if peer is heard or not peer.silent_since or is_end_new:
-                peer.has_ended = peer.guest.has_ended
-                peer.silent_since = now
-                peer.passed_over = 0
-                continue
-            peer.passed_over += 1
-            had_its_turn = is_quiet or peer.passed_over > 2 * self.size
-            if had_its_turn and (peer.has_ended or now > peer.silent_since + self._last_words_s):
-                self._drop(peer, PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}"))
+            if peer.guest.broken_at and not peer.is_gone:
+                turns = 0 if is_quiet else 2 * self.size
+                if peer.has_said_all(peer is heard, turns, self._last_words_s):
+                    self._drop(peer, PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}"))
 
-    def _refuse(self, peer: _Peer | None, error: WireError) -> None:
+    def _refuse(self, peer: Peer | None, error: WireError) -> None:
         if peer is not None:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             self._drop(peer, PeerLost(f"{self._name} dropped {peer.name}: {error}"))
@@ -448,7 +405,7 @@ class ZmqLink(Link):
             return
         self._gate.turn_away(self._frame, str(error))
 
-    def _drop(self, peer: _Peer, error: PeerLost) -> None:
+    def _drop(self, peer: Peer, error: PeerLost) -> None:
         peer.is_gone = True
         peer.due = None
         self._inbox.lose(peer.rank, error)
@@ -471,7 +428,7 @@ class ZmqLink(Link):
 
     def _say_goodbye(self, farewell_s: float, reason: str) -> None:
         deadline = time.monotonic() + farewell_s
-        parting: list[tuple[_Peer, SentMemory]] = []
+        parting: list[tuple[Peer, SentMemory]] = []
         for peer in self._peers.values():
             is_there = peer.guest.is_connected and not peer.is_gone
             if is_there and (sent := self._send_sign(peer, GOODBYE, reason)):
@@ -487,7 +444,7 @@ class ZmqLink(Link):
             if parting:
                 parting[0][1].is_free(SEND_TURN_S)
 
-    def _send_sign(self, peer: _Peer, sign: bytes, reason: str) -> SentMemory | None:
+    def _send_sign(self, peer: Peer, sign: bytes, reason: str) -> SentMemory | None:
         """What tells that it has gone; None if there is no connection any more."""
         text = (reason or " ").encode("utf-8", "replace")[:MAX_REASON_LETTERS]
         content: Any = numpy.frombuffer(text, dtype=numpy.uint8).copy()
@@ -509,7 +466,7 @@ _DEAD = "its connection broke or it gave no sign of life. It was killed, is froz
 class _SendJob(Job):
     """Done when ZeroMQ has let go of every buffer."""
 
-    def __init__(self, link: ZmqLink, peer: _Peer, buffers: list[SentMemory]) -> None:
+    def __init__(self, link: ZmqLink, peer: Peer, buffers: list[SentMemory]) -> None:
         self._link = link
         self._peer = peer
         self._buffers = buffers

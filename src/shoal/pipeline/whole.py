@@ -1,0 +1,102 @@
+"""What is more than one rank's: the norm of all stages' gradients, and the state of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.crew import Crew
+from shoal.errors import ModelError
+from shoal.wire.link import Link
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A replica of the model, of which each rank has its own stage."""
+
+    crew: Crew
+    link: Link
+    ranks: Sequence[int]
+    """That hold the stages, in their order."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole model's state, in its order."""
+
+    def clip(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of all stages so that together they have at most this norm.
+
+        Norms are put together in the order of the model's parameters, as one process does.
+        """
+        named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
+        mine = {name: torch.linalg.vector_norm(grad) for name, grad in named}
+        norms = dict(mine)
+        others = [rank for rank in self.ranks if rank != self.crew.rank]
+        for rank in others:
+            self.link.isend(mine, rank, "norms")
+        for rank in others:
+            norms |= self.link.recv(rank, "norms")
+        order = [name for name in self.shapes if name in norms]
+        if not order:  # as in one process, where nothing is trained
+            return torch.zeros((), device=self.crew.device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for _, gradient in named:
+            gradient.mul_(scale)
+        return total
+
+    def gather(self, mine: State) -> State:
+        """The parts of all ranks, on rank 0, as a copy; empty on the others."""
+        if 0 not in self.ranks:
+            return {}
+        if self.crew.rank != 0:
+            self.link.send(mine, 0, "state")
+            return {}
+        state = {name: tensor.clone() for name, tensor in mine.items()}
+        for rank in self.ranks[1:]:
+            state |= self.link.recv(rank, "state")
+        return {name: state[name] for name in self.shapes}
+
+    def spread(
+        self, state: Mapping[str, torch.Tensor] | None, module: nn.Module, stray: State
+    ) -> None:
+        """Of a whole state on rank 0, to every rank of the crew its own part.
+
+        stray: what belongs to the state, though no stage has it.
+        """
+        names = list(module.state_dict())
+        faults = self._faults(state or {}) if self.crew.rank == 0 else []
+        told = self.crew.exchange("names of parameters", [names, faults])
+        if told[0][1]:
+            raise ModelError(told[0][1])
+        if self.crew.rank != 0:
+            module.load_state_dict(self.link.recv(0, "state"))
+            return
+        assert state is not None
+        for rank in range(1, self.crew.size):
+            self.link.send({name: state[name] for name in told[rank][0]}, rank, "state")
+        module.load_state_dict({name: state[name] for name in names})
+        for name, tensor in stray.items():
+            tensor.copy_(state[name])
+
+    def _faults(self, state: Mapping[str, torch.Tensor]) -> list[str]:
+        """What a plain model's strict load_state_dict would refuse."""
+        faults = []
+        if missing := [name for name in self.shapes if name not in state]:
+            faults.append(
+                f"load_state_dict: rank 0 needs the whole state; it has no {_few(missing)}."
+            )
+        if unknown := [name for name in state if name not in self.shapes]:
+            faults.append(f"load_state_dict: the model has no {_few(unknown)}.")
+        return faults + [
+            f"load_state_dict: {name} is {tuple(state[name].shape)}, and the model's is {shape}."
+            for name, shape in self.shapes.items()
+            if name in state and tuple(state[name].shape) != shape
+        ]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
