@@ -7,6 +7,7 @@ straight into the buffers of the first asker, where it brought some that fit.
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -180,9 +181,9 @@ class Inbox:
         with self._lock:
             queue = self._queue(peer, front.tag)
             if not queue.jobs or queue.jobs[0]._into is None:
-                tensors = [shape(it) for shape, it in zip(front.shapers, contents, strict=True)]
+                tensors = list(map(operator.call, front.shapers, contents))
                 if self.is_aligned:
-                    tensors = [aligned(tensor) for tensor in tensors]
+                    tensors = list(map(aligned, tensors))
                 tree = front.build(tensors)
                 self._hand_over(queue, tree, peer, front)
                 return

@@ -63,6 +63,9 @@ def _read(plan: Any, left: dict[int, Slot], paths: dict[int, Path], path: Path) 
             ]
             if len(set(names)) != len(names):
                 raise WireError("the plan has a dict with the same key twice")
+            if len(items) == 1:  # most messages are so, and a comprehension is a call more
+                key, of_key = items[0]
+                return lambda tensors: {key: of_key(tensors)}
             return lambda tensors: {key: build(tensors) for key, build in items}
         case [("l" | "t") as letter, list(inner)]:
             builds = [_read(each, left, paths, (*path, i)) for i, each in enumerate(inner)]

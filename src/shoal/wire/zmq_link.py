@@ -340,11 +340,14 @@ class ZmqLink(Link):
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
         peer.num_received += 1
-        contents: list[Any] = [bytearray(data[start:end]) for _, start, end in read.small]
-        if read.behind and not is_whole(read):
-            peer.due = Due(self._inbox, peer.rank, count, read, contents)
-            return
-        for slot in read.behind:
+        contents: list[Any] = []
+        if read.small:
+            contents = [bytearray(data[start:end]) for _, start, end in read.small]
+        if read.behind:
+            if not is_whole(read):
+                peer.due = Due(self._inbox, peer.rank, count, read, contents)
+                return
+            slot = read.behind[0]
             piece = self._next().buffer
             check_size(len(piece), read.sizes[slot])
             contents.insert(slot, piece)
