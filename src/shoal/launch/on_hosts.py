@@ -35,6 +35,7 @@ from shoal.launch.output import shown
 from shoal.launch.results import Logs, Results
 from shoal.launch.sweeping import sweep
 from shoal.rendezvous.ways import Way
+from shoal.settings import threads_in_environment
 
 NEEDED_BYTES = 100 * 2**20
 """On a host's disk, for code and results."""
@@ -82,12 +83,13 @@ def run_on_hosts(
         watcher.notify("")
         ways = _ways(agents, sites)
         tasks = make_tasks(sites, ways)
+        wanted = str(threads) if threads else threads_in_environment()
         starts = []
         for site in sites:
             own = [task for task in tasks if _host_of(hosts, task.rank) is site.host]
             starts.append(
                 Start(
-                    folder=site.folder, ranks=own, threads=threads, run=site.run,
+                    folder=site.folder, ranks=own, threads=wanted, run=site.run,
                     secrets=secret_files or {},
                 )
             )  # fmt: skip
