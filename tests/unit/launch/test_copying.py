@@ -7,6 +7,7 @@ import stat
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.errors import RunFailed, SettingsError
@@ -15,7 +16,7 @@ from shoal.launch.hosts import Host
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 
 LOCAL_SSH = f"""#!{sys.executable}
-import os, shlex, sys
+import os, sys
 words = sys.argv[1:]
 command = words[words.index("there") + 1:]
 os.execvp("sh", ["sh", "-c", " ".join(word for word in command if word != "--")])
@@ -75,10 +76,10 @@ def test_an_exception_to_what_stays_at_home_is_refused(project: Path, tmp_path: 
         )  # fmt: skip
 
 
-def test_what_is_waited_for_is_not_left_on_the_screen(tmp_path: Path) -> None:
+def test_what_is_waited_for_is_not_left_on_the_screen(host: Host, tmp_path: Path) -> None:
     told: list[str] = []
     watcher = Watcher(lambda *words: None, notify=told.append)
-    nowhere = Host(name="there", ssh="nobody@127.0.0.1", python=str(tmp_path / "none"))
+    nowhere = msgspec.structs.replace(host, python=str(tmp_path / "none"))
     with pytest.raises(RunFailed):
         run_on_hosts(
             [nowhere], tmp_path, lambda sites, ways: [], watcher,
