@@ -88,6 +88,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 CONFIG_VARIABLE = "SHOAL_CONFIG"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Names the folder of keys, where a run has keys of its own."""
 LOCAL_FIELDS = frozenset(
     {
@@ -296,6 +297,11 @@ def usable_cores() -> int:
 def threads_each(num_processes: int) -> int:
     """Compute threads for each of `num_processes` on this host, so that together they fit."""
     return max(1, usable_cores() // max(1, num_processes))
+
+
+def threads_in_environment() -> str | None:
+    """What the user has told all programs of compute threads, if anything."""
+    return os.environ.get(THREADS_VARIABLE) or None
 
 
 def boss_in_environment() -> str:

@@ -27,6 +27,7 @@ import os, pathlib, socket, sys
 print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", socket.gethostname(), *sys.argv[1:])
 print(pathlib.Path("beside.txt").read_text())
 print("cwd", os.getcwd(), file=sys.stderr)
+print("threads", os.environ["OMP_NUM_THREADS"])
 print("earlier", *pathlib.Path().rglob("earlier.txt"))
 (pathlib.Path(os.environ["SHOAL_RESULTS"]) / f"of{os.environ['RANK']}.txt").write_text("kept")
 """
@@ -148,8 +149,9 @@ def project(tmp_path: Path) -> Path:
 class Launched(Running):
     """A shoal command that the laptop's user types in the project's folder."""
 
-    def __init__(self, lab: Lab, project: Path, *words: str) -> None:
-        command = lab.command("laptop", "env", "-C", str(project), *SHOAL, *words)
+    def __init__(self, lab: Lab, project: Path, *words: str, **variables: str) -> None:
+        own = [f"{name}={value}" for name, value in variables.items()]
+        command = lab.command("laptop", "env", "-C", str(project), *own, *SHOAL, *words)
         super().__init__(project.parent / "said", command)
 
 
@@ -160,8 +162,8 @@ Launch = Callable[..., Launched]
 def launch(lab: Lab, project: Path) -> Iterator[Launch]:
     started: list[Launched] = []
 
-    def begin(*words: str) -> Launched:
-        started.append(Launched(lab, project, *words))
+    def begin(*words: str, **variables: str) -> Launched:
+        started.append(Launched(lab, project, *words, **variables))
         return started[-1]
 
     yield begin
@@ -199,11 +201,13 @@ def leave_earlier_results(project: Path) -> None:
 
 
 def test_a_script_on_three_hosts(lab: Lab, launch: Launch, project: Path) -> None:
-    run = launch("run", "--hosts", "laptop,desktop:2,server", "hello.py", "--its", "own")
+    words = ("run", "--hosts", "laptop,desktop:2,server", "hello.py", "--its", "own")
+    run = launch(*words, OMP_NUM_THREADS="7")
     assert run.end() == 0, run.said
     for rank, host in enumerate(("laptop", "desktop", "desktop", "server")):
         assert f"[{host} {rank}] {rank} of 4 on {host} --its own" in run.out
         assert f"[{host} {rank}] this came along" in run.out
+        assert f"[{host} {rank}] threads 7" in run.out
     assert f"[laptop 0] cwd {project}" in run.err
     log = (run_folder(project) / "logs/rank2.log").read_text()
     assert "2 of 4 on desktop" in log

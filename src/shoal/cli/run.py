@@ -20,7 +20,7 @@ from shoal.launch.scripts import as_copied
 from shoal.network import reserve_port
 from shoal.rendezvous.ways import Way, inherited_environment, variables_of
 from shoal.report import run_folder
-from shoal.settings import threads_each
+from shoal.settings import THREADS_VARIABLE, threads_each, threads_in_environment
 
 
 def run(
@@ -41,7 +41,11 @@ def run(
         bool, typer.Option("-m", help="SCRIPT is a module, as with python -m.")
     ] = False,
     threads: Annotated[
-        int | None, typer.Option(help="Compute threads of each rank. Default: cores / workers.")
+        int | None,
+        typer.Option(
+            help="Compute threads of each rank. Default: $OMP_NUM_THREADS, "
+            "else its host's cores / ranks there."
+        ),
     ] = None,
 ) -> None:
     """Start a script on several ranks of this host, or of several hosts, with RANK, WORLD_SIZE,
@@ -98,9 +102,7 @@ def _run_here(
         )  # fmt: skip
         env = inherited_environment(**variables_of(way), PYTHONUNBUFFERED="1")
         env[RESULTS_VARIABLE] = str(folder.absolute())
-        if threads is not None:
-            env["OMP_NUM_THREADS"] = str(threads)
-        env.setdefault("OMP_NUM_THREADS", str(threads_each(workers)))
+        env[THREADS_VARIABLE] = str(threads or threads_in_environment() or threads_each(workers))
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings name nobody and nothing
         argv = [sys.executable, *(["-m"] if module else []), *command]
         commands.append(RankCommand(rank=rank, argv=argv, environment=env))

@@ -8,6 +8,7 @@ fetched stay.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -21,8 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -69,7 +69,13 @@ from shoal.launch.outcome import RankEnd, end_in
 from shoal.launch.output import Lines
 from shoal.launch.probing import answer
 from shoal.rendezvous.ways import ends_of_ssh, inherited_environment
-from shoal.settings import CONFIG_VARIABLE, cache_dir, threads_each
+from shoal.settings import (
+    CONFIG_VARIABLE,
+    THREADS_VARIABLE,
+    cache_dir,
+    threads_each,
+    threads_in_environment,
+)
 from shoal.version import VERSION
 
 SILENCE_S = 15.0
@@ -94,6 +100,7 @@ class Agent:
         self._is_stopped = threading.Event()
         """Whether the launcher wants the ranks ended."""
         self._folder: Path | None = None
+        self._secrets: Path | None = None
         self._is_fetched = threading.Event()
         """Whether the launcher has what ranks left here."""
         self._is_left = threading.Event()
@@ -148,7 +155,9 @@ class Agent:
             self._is_cut = False
 
     def _remove(self) -> None:
-        """The folder of the run; but not what ranks left and nobody has."""
+        """The keys and the folder of the run; but not what ranks left and nobody has."""
+        if self._secrets is not None:
+            remove(self._secrets)
         if self._folder is None:
             return
         remove(self._folder / "code")
@@ -198,17 +207,17 @@ class Agent:
 
     def _sweep(self, order: Sweep) -> Swept:
         self._folder = _base(order.folder) / order.run  # and so ours to remove
+        self._secrets = secrets_folder(order.run)
         return Swept(ended=kill_marked(order.run))
 
     def _start(self, order: Start) -> None:
-        with _secret_files(order.secrets) as own:
-            self._run(order, own)
-
-    def _run(self, order: Start, own: dict[str, str]) -> None:
-        """own: variables that all ranks get."""
-        threads = str(order.threads or threads_each(len(order.ranks)))
-        own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, **own}
-        own[RUN_VARIABLE] = order.run
+        own = {"PYTHONUNBUFFERED": "1", RUN_VARIABLE: order.run}
+        threads = order.threads or threads_in_environment() or threads_each(len(order.ranks))
+        own[THREADS_VARIABLE] = str(threads)
+        if order.secrets:
+            self._secrets = secrets_folder(order.run)
+            _write_secrets(self._secrets, order.secrets)
+            own[CONFIG_VARIABLE] = str(self._secrets)
         commands = [
             RankCommand(
                 rank=task.rank,
@@ -332,18 +341,18 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextmanager
-def _secret_files(contents: dict[str, str]) -> Iterator[dict[str, str]]:
-    """In a folder that nobody else may enter, for as long as they are needed; its variable."""
-    if not contents:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        for name, content in contents.items():
-            path = Path(folder) / name
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                file.write(content)
-        yield {CONFIG_VARIABLE: folder}
+def secrets_folder(run: str) -> Path:
+    """Where the keys of this run are: known to whoever tidies up after a killed agent, too."""
+    name = hashlib.sha256(run.encode()).hexdigest()[:16]  # of no length that a user chose
+    return Path(tempfile.gettempdir()) / f"shoal-{name}"
+
+
+def _write_secrets(folder: Path, contents: dict[str, str]) -> None:
+    """In a folder of our own making, that nobody else may enter."""
+    folder.mkdir(mode=0o700)
+    for name, content in contents.items():
+        with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(content)
 
 
 def remove(folder: Path) -> None:

@@ -50,10 +50,28 @@ class Copy:
 
 
 def ignored(folder: Path) -> list[str]:
-    """Names that stay at home."""
+    """What stays at home: names, wherever they are; after a "/", paths from the folder on."""
     own = folder / IGNORE_FILE
-    lines = own.read_text().splitlines() if own.is_file() else []
-    return [*IGNORED, *(line.strip() for line in lines if line.strip() and line[0] != "#")]
+    lines = own.read_text(errors="surrogateescape").splitlines() if own.is_file() else []
+    lines = [line.strip() for line in lines]
+    return [*IGNORED, *(_pattern(line) for line in lines if line and line[0] not in "#!")]
+
+
+def ignore_faults(folder: Path) -> list[str]:
+    own = folder / IGNORE_FILE
+    lines = own.read_text(errors="replace").splitlines() if own.is_file() else []
+    return [
+        f"{IGNORE_FILE}, line {number}: {line.strip()!r} would bring something back, which there "
+        "is no way to say. Each line is a name or a path that stays at home."
+        for number, line in enumerate(lines, start=1)
+        if line.strip().startswith("!")
+    ]
+
+
+def _pattern(line: str) -> str:
+    """As in a .gitignore: rsync, tar and fnmatch have each another idea of slashes."""
+    line = line.rstrip("/").removeprefix("./")
+    return f"/{line.lstrip('/')}" if "/" in line else line
 
 
 def _raise(copy: Copy, error: RunFailed) -> None:
@@ -184,6 +202,8 @@ def _remedy(said: str, copy: Copy) -> str:
             f"Something there prints a line at every login, in ~/.bashrc perhaps, and spoils what "
             f"is copied. `ssh {copy.host.target} true` must print nothing."
         )
+    if "Permission denied (13)" in said or "Cannot open: Permission denied" in said:
+        return f"What you may not read stays at home if its name is in {IGNORE_FILE}."
     if "not found" in said or "Cannot exec" in said:
         return "rsync on both sides is needed, or tar on both."
     return ""
@@ -191,9 +211,10 @@ def _remedy(said: str, copy: Copy) -> str:
 
 def _programs(copy: Copy) -> list[list[str]]:
     names = [] if copy.is_back else ignored(copy.here)
-    # By rsync "/" is the folder that is copied, by tar "./".
+    names += [f"/{pattern}" for pattern in run_folders(copy)]
     uses_rsync = copy.by_rsync and ":" not in copy.host.target  # which it would take for the path
-    names += [("/" if uses_rsync else "./") + pattern for pattern in run_folders(copy)]
+    if not uses_rsync:  # to tar, the folder that is copied is "./"
+        names = [f".{name}" if name.startswith("/") else name for name in names]
     excluded = [f"--exclude={name}" for name in names]
     if uses_rsync:
         return [_rsync(copy, excluded)]

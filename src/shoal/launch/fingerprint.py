@@ -25,12 +25,16 @@ def fingerprint(folder: Path) -> str:
 
 def _files(folder: Path, names: list[str]) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not _matches(name, names)]
+        place = f"/{Path(parent).relative_to(folder)}/".replace("/./", "/")
+        folders[:] = [name for name in folders if not _matches(place, name, names)]
         for name in files:
             path = Path(parent) / name
-            if path.is_file() and not _matches(name, names):
+            if path.is_file() and not _matches(place, name, names):
                 yield path
 
 
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def _matches(place: str, name: str, patterns: list[str]) -> bool:
+    return any(
+        fnmatch.fnmatchcase(place + name if pattern.startswith("/") else name, pattern)
+        for pattern in patterns
+    )

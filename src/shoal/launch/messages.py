@@ -42,7 +42,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     folder: str
     """Where they begin."""
     ranks: list[RankTask]
-    threads: int | None
+    threads: str | None
+    """Compute threads of each, where the launcher's user said something of them."""
     run: str = ""
     """A name of its own: the mark of all that its ranks start."""
     secrets: dict[str, str] = {}

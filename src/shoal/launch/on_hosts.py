@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import RunFailed, StorageError
+from shoal.errors import RunFailed, SettingsError, StorageError
 from shoal.launch.addresses import Site, meeting_address, with_interfaces
 from shoal.launch.agents import Agents
-from shoal.launch.copying import LIMIT_S, Copy, can_rsync, copy_all
+from shoal.launch.copying import LIMIT_S, Copy, can_rsync, copy_all, ignore_faults
 from shoal.launch.hosts import Host
 from shoal.launch.local import Interrupted, stop_signals
 from shoal.launch.messages import (
@@ -35,6 +35,7 @@ from shoal.launch.output import shown
 from shoal.launch.results import Logs, Results
 from shoal.launch.sweeping import sweep
 from shoal.rendezvous.ways import Way
+from shoal.settings import threads_in_environment
 
 NEEDED_BYTES = 100 * 2**20
 """On a host's disk, for code and results."""
@@ -73,21 +74,26 @@ def run_on_hosts(
     make_tasks: of each rank, when sites and ways are known.
     uses_interfaces: ranks are told which is theirs, so what hosts.toml says of them must be true.
     """
+    if sync and (faults := ignore_faults(project)):
+        raise SettingsError(faults)
     # The logs are closed last: agents that leave have last words.
     with stop_signals(), Logs(run_folder / "logs") as logs, Agents(hosts) as agents:
-        watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
-        sites = _prepare(agents, hosts, run_folder, project, sync)
-        if uses_interfaces:
-            sites = with_interfaces(agents, sites)
-        watcher.notify("")
+        try:
+            watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
+            sites = _prepare(agents, hosts, run_folder, project, sync, watcher.notify)
+            if uses_interfaces:
+                sites = with_interfaces(agents, sites)
+        finally:
+            watcher.notify("")
         ways = _ways(agents, sites)
         tasks = make_tasks(sites, ways)
+        wanted = str(threads) if threads else threads_in_environment()
         starts = []
         for site in sites:
             own = [task for task in tasks if _host_of(hosts, task.rank) is site.host]
             starts.append(
                 Start(
-                    folder=site.folder, ranks=own, threads=threads, run=site.run,
+                    folder=site.folder, ranks=own, threads=wanted, run=site.run,
                     secrets=secret_files or {},
                 )
             )  # fmt: skip
@@ -148,7 +154,12 @@ def _rescue(agents: Agents, sites: Sequence[Site], results: Results) -> list[str
 
 
 def _prepare(
-    agents: Agents, hosts: Sequence[Host], run_folder: Path, project: Path, sync: bool
+    agents: Agents,
+    hosts: Sequence[Host],
+    run_folder: Path,
+    project: Path,
+    sync: bool,
+    notify: Callable[[str], None],
 ) -> list[Site]:
     hellos = agents.hellos()
     others = [host for host in hosts if not agents.is_here(host)]
@@ -179,6 +190,8 @@ def _prepare(
             copies.append(Copy(host, project, folders.code, by_rsync, out=run_folder.parent))
         place = folders.code if sync else str(project)
         sites.append(Site(host, hello, False, place, folders.results, runs[host.name]))
+    if copies:
+        notify(f"copying {project} to {', '.join(copy.host.name for copy in copies)}.")
     copy_all(copies)
     return sites
 

@@ -40,7 +40,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     batch_size: int
     train_samples: int
     test_samples: int
-    threads: int
+    threads: list[int]
+    """Of each rank, of which those on different hosts may have different numbers."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -94,8 +94,7 @@ class Terminal(Closing):
             )
         )
         self._console.print(
-            f"{layout}{where} · global batch {event.batch_size} · "
-            f"{event.threads} thread{'s' if event.threads > 1 else ''} each\n"
+            f"{layout}{where} · global batch {event.batch_size} · {_threads(event.threads)} each\n"
         )
         self._console.print(Text(HEADER, style="dim"))
 
@@ -238,6 +237,11 @@ def summary_lines(summary: Summary) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
+
+
+def _threads(of_ranks: list[int]) -> str:
+    least, most = min(of_ranks), max(of_ranks)
+    return f"{least if least == most else f'{least} to {most}'} thread{'s' if most > 1 else ''}"
 
 
 def _layout(event: events.Started | events.Verified, replicas: int) -> str:

@@ -122,6 +122,7 @@ def train_and_keep(
     """report: where the model is in stages, what is to be told of them."""
     hosts = [hello.host for hello in crew.roster] if report is None else report.hosts
     num_replicas = len(hosts) // settings.stages
+    threads = crew.exchange("how many threads each has", torch.get_num_threads())
     # From here on ranks may differ in chance (dropout), as samples do.
     torch.manual_seed(settings.seed + 1 + crew.rank)
     emit(
@@ -140,7 +141,7 @@ def train_and_keep(
             batch_size=settings.batch_size,
             train_samples=num_samples(data.train),
             test_samples=num_samples(data.test),
-            threads=torch.get_num_threads(),
+            threads=threads,
         )
     )
     with ExitStack() as stack:

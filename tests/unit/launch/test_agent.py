@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 import pytest
 from mounts import disk
@@ -34,6 +35,7 @@ from shoal.launch.messages import (
     encode,
     read_report,
 )
+from shoal.settings import threads_each
 
 SERVE = "import sys, shoal.launch.agent as a; a.SILENCE_S = {}; sys.exit(a.Agent().serve())"
 WAIT = "import time; print('up', flush=True); time.sleep(1000)"
@@ -48,6 +50,7 @@ while not other.exists() or os.path.exists(f"/proc/{other.read_text()}/exe"):
     time.sleep(0.01)
 raise ValueError("my fault")
 """
+LOOK_UP = "import os; print(len(os.listdir(os.environ['SHOAL_CONFIG'])))"
 ENDLESS = "print('up', flush=True)\nwhile True: print('x' * 1000)"
 
 
@@ -57,10 +60,10 @@ Kind = TypeVar("Kind", bound=Report)
 class Pipe:
     """An agent, as its launcher has it."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, silence_s: float, **variables: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVE.format(silence_s)],
-            env=clean_environment(),
+            env={**clean_environment(), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -120,7 +123,11 @@ def impatient() -> Iterator[Pipe]:
 def ranks(code: str, count: int = 1, *arguments: str, run: str = "") -> Start:
     words = ["-c", code, *arguments]
     tasks = [RankTask(rank=n, arguments=words, environment={"RANK": str(n)}) for n in range(count)]
-    return Start(folder="/", ranks=tasks, threads=1, run=run)
+    return Start(folder="/", ranks=tasks, threads="1", run=run)
+
+
+def with_secrets(start: Start, contents: dict[str, str]) -> Start:
+    return msgspec.structs.replace(start, secrets=contents)
 
 
 def prepare(agent: Pipe, folder: Path) -> Prepared:
@@ -229,6 +236,44 @@ def test_after_one_that_was_killed_another_tidies_up(
         heir.hang_up()
         heir.end()
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "results", "weights"]
+
+
+def test_keys_are_removed_even_if_the_launcher_leaves_meanwhile(tmp_path: Path) -> None:
+    """As it does when a rank has failed; there are so many that this takes a while."""
+    keys = {f"key{number}": "secret" for number in range(3000)}
+    with closing(Pipe(ENOUGH_S, TMPDIR=str(tmp_path))) as agent:
+        agent.tell(with_secrets(ranks(LOOK_UP, run="run"), keys))
+        assert int(agent.expect(Line).data) == len(keys)
+        agent.expect(Done)
+        agent.hang_up()
+        assert agent.end() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_of_an_agent_that_was_killed_are_removed_by_another(tmp_path: Path) -> None:
+    pipes = (Pipe(ENOUGH_S, TMPDIR=str(tmp_path)) for _ in range(2))
+    with closing(next(pipes)) as killed:
+        killed.tell(with_secrets(ranks(WAIT, run="run"), {"key": "secret"}))
+        killed.expect(Line)
+        assert [path.name for path in tmp_path.rglob("key")] == ["key"]
+    with closing(next(pipes)) as heir:
+        heir.tell(Sweep(run="run", folder=str(tmp_path / "runs")))
+        heir.expect(Swept)
+        heir.hang_up()
+        assert heir.end() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("ordered", "there", "expected"), [(None, "3", "3"), ("5", "3", "5"), (None, "", None)]
+)
+def test_threads_are_as_the_user_says_here_or_there_or_shared_out(
+    ordered: str | None, there: str, expected: str | None
+) -> None:
+    with closing(Pipe(ENOUGH_S, OMP_NUM_THREADS=there)) as agent:
+        show = "import os; print(os.environ['OMP_NUM_THREADS'])"
+        agent.tell(msgspec.structs.replace(ranks(show), threads=ordered))
+        assert agent.expect(Line).data.decode().strip() == (expected or str(threads_each(1)))
 
 
 def test_an_agent_that_still_starts_ranks_hears_that_it_is_alone(agent: Pipe) -> None:

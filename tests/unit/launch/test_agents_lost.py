@@ -21,7 +21,7 @@ def lost_by(monkeypatch: pytest.MonkeyPatch, *signals: int) -> tuple[str, dict[s
     """What is told when agents get these signals, once all their ranks are up; and of each."""
     monkeypatch.setattr(module, "ENDING_S", 0.5)
     tasks = [RankTask(rank=n, arguments=["-c", WAIT], environment={}) for n in range(2)]
-    starts = [Start(folder="/", ranks=[task], threads=1) for task in tasks]
+    starts = [Start(folder="/", ranks=[task], threads="1") for task in tasks]
     up: list[int] = []
     with Agents(HOSTS) as agents:
         pids = [hello.pid for hello in agents.arrivals().values()]

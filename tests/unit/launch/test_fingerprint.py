@@ -40,5 +40,17 @@ def test_what_is_never_copied_does_not_count(tmp_path: Path) -> None:
     assert fingerprint(one) == fingerprint(other)
 
 
+def test_names_and_paths_that_stay_at_home(tmp_path: Path) -> None:
+    one, other = project(tmp_path / "one"), project(tmp_path / "other")
+    for each in (one, other):
+        (each / ".shoalignore").write_text("data/\n/only\npackage/old\n")
+    for name in ("data/a", "package/data/b", "only", "package/old"):
+        (other / name).parent.mkdir(exist_ok=True)
+        (other / name).write_text("x")
+    assert fingerprint(one) == fingerprint(other)
+    (other / "package/only").write_text("x")
+    assert fingerprint(one) != fingerprint(other)
+
+
 def test_no_folder(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "nowhere") == ""

@@ -59,7 +59,7 @@ def test_while_it_is_held_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Start(
             folder=str(folder),
             ranks=[RankTask(rank=rank, arguments=[], environment={})],
-            threads=1,
+            threads="1",
         )
         for rank in range(2)
     ]

@@ -25,7 +25,7 @@ ALL: list[events.Event] = [
     events.Waiting(text="waiting for rank 2, schüssel\n14 s"),
     events.Started(
         model="m", data="d", sync="ring", hosts=["a"], parameters=1, batch_size=2,
-        train_samples=3, test_samples=4, threads=5,
+        train_samples=3, test_samples=4, threads=[5],
     ),
     events.Progress(epoch=1, epochs=2, step=3, steps=4, loss=0.1, accuracy=None),
     events.EpochDone(record=RECORD, epochs=3),

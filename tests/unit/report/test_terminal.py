@@ -36,7 +36,7 @@ def summary(*epochs: EpochRecord, replicas: int = 2, folder: str | None = "runs/
 
 STARTED = events.Started(
     model="mnist-cnn", data="mnist-sample", sync="ring", hosts=["here", "there"],
-    parameters=819_557, batch_size=128, train_samples=4000, test_samples=1000, threads=1,
+    parameters=819_557, batch_size=128, train_samples=4000, test_samples=1000, threads=[1, 1],
 )  # fmt: skip
 FAILED = events.Failed(
     rank=1, host="desk", kind="StorageError", message="No space left.\nFree some.", traceback="",
@@ -165,6 +165,17 @@ def test_a_comparison(capsys: pytest.CaptureFixture[str], passed: bool) -> None:
     assert "(held in evaluation mode: [Dropout])" in out
     assert ("1.25e-13 in fc1.weight" if passed else "not a number in fc1.weight") in out
     assert out.splitlines()[-1] == ("pass" if passed else "fail")
+
+
+@pytest.mark.parametrize(
+    ("threads", "text"),
+    [([1, 1], "1 thread each"), ([4, 4], "4 threads each"), ([8, 1, 2], "1 to 8 threads each")],
+)
+def test_threads_are_those_of_all_ranks(
+    capsys: pytest.CaptureFixture[str], threads: list[int], text: str
+) -> None:
+    show(msgspec.structs.replace(STARTED, threads=threads))
+    assert capsys.readouterr().out.splitlines()[1].endswith(f" · {text}")
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/b]", ":smile:", "a" * 300])
