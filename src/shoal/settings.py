@@ -112,7 +112,8 @@ def shared_settings(settings: TrainSettings) -> dict[str, str]:
     values = msgspec.structs.asdict(settings)
     cuts = values.pop("cuts")
     values["cut"] = None if cuts is None else ", ".join(cuts)
-    return {k: str(v) for k, v in values.items() if k not in LOCAL_FIELDS}
+    shared = {k: v for k, v in values.items() if k not in LOCAL_FIELDS}
+    return {k: "unset" if v is None else str(v) for k, v in shared.items()}
 
 
 def faults(settings: TrainSettings, num_ranks: int) -> list[str]:

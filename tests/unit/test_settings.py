@@ -120,6 +120,7 @@ def test_what_a_host_decides_for_itself_is_not_compared() -> None:
     assert shared_settings(here) == shared_settings(TrainSettings())
     shared = {field.name for field in msgspec.structs.fields(TrainSettings)} - LOCAL_FIELDS
     assert set(shared_settings(here)) == shared - {"cuts"} | {"cut"}  # as the option is called
+    assert shared_settings(TrainSettings())["cut"] == "unset"  # as the meeting says it
     assert shared_settings(TrainSettings(cuts=["a", "b"]))["cut"] == "a, b"
 
 

@@ -284,7 +284,7 @@ def attribute(model: nn.Module, path: str) -> object:
 
 
 def shared(graph: Graph) -> list[tuple[int, int]]:
-    """Pairs of units that use the same parameters, and so must be in one stage."""
+    """Pairs of units that use the same parameters or buffers, and so must be in one stage."""
     last: dict[int, int] = {}
     pairs = []
     for number, used in enumerate(tensors_used(graph)):
@@ -296,19 +296,30 @@ def shared(graph: Graph) -> list[tuple[int, int]]:
 
 
 def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
-    """Raises ModelError if a cut parts what shares parameters."""
-    names = graph.names()
+    """Raises ModelError if a cut parts what shares parameters or buffers."""
+    names, used = graph.names(), tensors_used(graph)
     faults = []
     for a, b in shared(graph):
         between = [cut for cut in cuts if a < cut <= b]
         if between:
             faults.append(
-                f"{names[a]} and {names[b]} share parameters, and the cut at "
-                f"{names[between[0]]} would part them. Cut elsewhere: before the first or "
-                "after the last of them."
+                f"{names[a]} and {names[b]} share {_called(graph, used[a] & used[b])}, and "
+                f"the cut at {names[between[0]]} would part them. Cut elsewhere: before the first "
+                "or after the last of them."
             )
     if faults:
         raise ModelError(faults)
+
+
+def _called(graph: Graph, tensors: set[int]) -> str:
+    """As a user knows them; buffers only where they are all that there is."""
+    for kind, known in (
+        ("parameters", graph.model.named_parameters()),
+        ("buffers", graph.model.named_buffers()),
+    ):
+        if names := [name for name, tensor in known if id(tensor) in tensors]:
+            return f"{kind} ({', '.join(names)})"
+    return "tensors of the model"
 
 
 # -- steps that change what they are given ---------------------------------------------------------

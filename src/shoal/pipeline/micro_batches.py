@@ -18,12 +18,18 @@ def num_samples(batch: Tree, what: str) -> int:
     tensors = tensors_of(batch)
     sizes = {len(t) for t in tensors.values() if t.dim()}
     if len(sizes) != 1:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors.values()) or "no tensor"
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors.values()) or _no_tensor(batch)
         raise ModelError(
             f"{what}: the tensors of a batch must have the same number of samples, in their first "
             f"dimension; got {shapes}."
         )
     return sizes.pop()
+
+
+def _no_tensor(batch: Any) -> str:
+    given = "None" if batch is None else f"a {type(batch).__name__}"
+    remedy = " (torch.from_numpy makes one of it)" if type(batch).__module__ == "numpy" else ""
+    return f"no tensor, but {given}{remedy}"
 
 
 def shares(total: int, num_parts: int, num_stages: int = 1) -> list[Share]:

@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,7 +51,8 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.failed: str = ""
         """The innermost module in which tracing failed."""
-        self._unseen: Unseen | None = None
+        self._first: Exception | None = None
+        """Why it cannot be read, also where a forward() catches that."""
         self._whole = whole
         self._open: list[str] = []
         """The modules that are being read, the innermost last."""
@@ -67,8 +68,8 @@ class _Tracer(fx.Tracer):
         with watching_attributes(self._check_attribute), WatchingWrites(self._check_write):
             graph = self.trace(model, fixed)
         self._check_dice()
-        if self._unseen is not None:  # and a forward() has caught it
-            raise self._unseen
+        if self._first is not None:  # and a forward() has caught it
+            raise self._first
         return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -154,9 +155,24 @@ class _Tracer(fx.Tracer):
             self._refuse("changes a tensor of the model, as it would not do with every batch")
 
     def _refuse(self, what: str) -> NoReturn:
+        self._stop(Unseen(what))
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        try:
+            return bool(super().to_bool(obj))
+        except fx.proxy.TraceError as error:
+            self._stop(error)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        try:
+            return super().iter(obj)
+        except fx.proxy.TraceError as error:
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> NoReturn:
         self.failed = self.failed or (self._open[-1] if self._open else "")
-        self._unseen = self._unseen or Unseen(what)
-        raise self._unseen
+        self._first = self._first or error
+        raise self._first
 
 
 _LINE, _INSIDE = "shoal_line", "shoal_inside"
@@ -174,6 +190,8 @@ def trace(
     """
     if fault := fault_of_call(model):
         raise ModelError(fault)
+    if faults := _scripted(model):
+        raise ModelError(faults)
     taken = list(inputs) if inputs is not None else _required(model)
     fixed = _fixed(model, taken)
     whole = set() if whole is None else whole
@@ -183,7 +201,40 @@ def trace(
             pass
     finally:
         dice.put_back()
-    return _without_guards(graph, model, fixed)
+    graph = _without_guards(graph, model, fixed)
+    if faults := _signature_faults(graph, model):
+        raise ModelError(faults)
+    return graph
+
+
+def _scripted(model: nn.Module) -> list[str]:
+    """A stage gets weights of its own, and torch.jit goes on computing with those it had."""
+    return [
+        f"{name or 'the model'} is made by torch.jit, which computes with the weights that it "
+        "was made with, so that those of the stage would not be used: give the module that it was "
+        "made from."
+        for name, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        and not isinstance(_parent(model, name), torch.jit.ScriptModule)
+    ]
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module | None:
+    return model.get_submodule(name.rpartition(".")[0]) if name else None
+
+
+def _signature_faults(graph: fx.Graph, model: nn.Module) -> list[str]:
+    """What a forward takes or gives that cannot be told apart into values of a batch."""
+    forward = f"{type(model).__name__}.forward"
+    faults = [
+        f"{forward} uses its {node.target}: which inputs a batch has must be said one by one, as "
+        "in forward(self, x, mask).\n" + WAYS_OUT
+        for node in graph.nodes
+        if node.op == "placeholder" and str(node.target).startswith("*") and node.users
+    ]
+    if next(node for node in graph.nodes if node.op == "output").args[0] is None:
+        faults.append(f"{forward} returns nothing: is there a return in it?")
+    return faults
 
 
 def _read_twice(model: nn.Module, fixed: dict[str, Any], whole: set[str]) -> fx.Graph | None:

@@ -532,7 +532,8 @@ def test_what_shares_parameters_must_not_be_parted(kind: type[nn.Module]) -> Non
         with pytest.raises(ModelError) as caught:
             check_shared(graph, cuts)
         (fault,) = caught.value.faults
-        assert f"{graph.units[0]} and {graph.units[2]} share parameters" in fault
+        what = "buffers (norm.running_mean, " if kind is Buffered else "parameters ("
+        assert f"{graph.units[0]} and {graph.units[2]} share {what}" in fault
         assert f"the cut at {graph.units[cuts[0]]} would part them" in fault
         assert "Cut elsewhere" in fault
 
@@ -566,7 +567,7 @@ def test_a_parameter_that_is_returned_must_be_where_it_is_used() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.b(self.a(x)), self.a.weight
 
-    with pytest.raises(ModelError, match="share parameters"):
+    with pytest.raises(ModelError, match=r"share parameters \(a.weight\)"):
         check_shared(read(Net()), [1])
 
 

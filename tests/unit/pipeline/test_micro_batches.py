@@ -178,8 +178,12 @@ def test_how_many_samples(batch: Any, size: int) -> None:
     ("batch", "says"),
     [
         ((torch.ones(5, 2), torch.ones(4)), "got (5, 2), (4,)"),
-        ({"n": 3}, "got no tensor"),
-        (None, "got no tensor"),
+        ({"n": 3}, "got no tensor, but a dict."),
+        (None, "got no tensor, but None."),
+        (
+            torch.ones(5, 2).numpy(),
+            "got no tensor, but a ndarray (torch.from_numpy makes one of it).",
+        ),
         (torch.tensor(1.0), "got ()"),
     ],
 )

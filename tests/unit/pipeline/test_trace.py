@@ -338,6 +338,38 @@ def test_further_arguments_that_are_not_used_are_no_inputs() -> None:
     assert places(check_computes(Net(), torch.randn(3))) == ["x"]
 
 
+def test_further_arguments_that_are_used_are_refused() -> None:
+    """torch.fx would give the whole batch for `args`, so that args[0] is its first sample."""
+
+    class Net(nn.Module):
+        def forward(self, *args: Any) -> Tensor:
+            return args[0] + 1
+
+    fault = fault_of(Net())
+    assert fault.startswith("Net.forward uses its *args: which inputs a batch has must be said")
+    assert fault.endswith(WAYS_OUT)
+
+
+def test_a_forward_without_a_return() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            x + 1
+
+    assert fault_of(Net()) == "Net.forward returns nothing: is there a return in it?"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_torch_jit_are_refused() -> None:
+    """They go on computing with their first weights when a stage has put its own there."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    with pytest.raises(ModelError) as caught:
+        trace(nn.Sequential(nn.ReLU(), scripted, nn.Sequential(torch.jit.script(nn.Tanh()))))
+    assert [fault.split(" is made by torch.jit")[0] for fault in caught.value.faults] == [
+        "1",
+        "2.0",
+    ]
+
+
 def test_further_arguments_of_modules_inside() -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -420,6 +452,27 @@ def test_a_model_that_cannot_be_read_is_told_where_and_what_to_do() -> None:
     assert fault.endswith(WAYS_OUT)
     for way in ("nn.Module of its own", "nn.Sequential", "shoal.Layer"):
         assert way in fault
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_forward_that_catches_what_cannot_be_read(loops: bool) -> None:
+    """What it then does instead, it would not do with tensors."""
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                if loops:
+                    x = sum(x)
+                elif x.sum() > 0:
+                    x = x + 1
+            except Exception:
+                return x
+            return x
+
+    line = "x = sum(x)" if loops else "elif x.sum() > 0:"
+    assert f"{line_of(Net.forward, line)}: {line}" in fault_of(Net())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Net())
+    assert modules(check_computes(model, torch.randn(3, WIDTH))) == ["0", "1"]
 
 
 def test_the_cause_is_kept_for_debugging() -> None:
