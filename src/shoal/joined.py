@@ -227,16 +227,17 @@ class JoinedCrew(Crew):
             raise SettingsError(faults)
         if note := whole_batch_note("microbatches=", schedule, microbatches):
             warnings.warn(note, stacklevel=2)
-        pipe = JoinedPipeline(
+        averages = stage_averages(self, plan.stages, sync)
+        if averages is not None:  # not the pipeline: who lets go of it gets its memory back
+            self._resources.callback(averages.close)
+        return JoinedPipeline(
             model,
             self,
             link or self.link(transport),
             plan,
             example=example,
-            averages=stage_averages(self, plan.stages, sync),
+            averages=averages,
         )
-        self._resources.callback(pipe.close)
-        return pipe
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave together; or, after an error, alone and at once, telling the others why.

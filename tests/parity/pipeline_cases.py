@@ -708,6 +708,16 @@ def case_each_rank_holds_its_own_stage(crew: shoal.JoinedCrew) -> None:
     assert {id(p) for p in state} == {id(p) for p in together.pipe.module.parameters()}
 
 
+def case_a_pipeline_that_nobody_holds_is_freed(crew: shoal.JoinedCrew) -> None:
+    """The crew held every pipeline until its own end."""
+    together = Together(crew, fan_out(), FAN_OUT_CUTS, optimizer=torch.optim.Adam, lr=0.01)
+    together.run(batches_of_rows([8] * 2))
+    held = [weakref.ref(p) for p in together.pipe.module.parameters()]
+    del together
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+
+
 def check_parts(crew: shoal.JoinedCrew, pipe: JoinedPipeline, names: set[str]) -> None:
     """Every parameter in one stage."""
     parts = crew.exchange("names", [name for name, _ in pipe.module.named_parameters()])
