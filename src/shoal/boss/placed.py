@@ -255,13 +255,15 @@ class PlacedModel(Elsewhere):
             tensor.copy_(state_dict.get(name, tensor))
         return []
 
-    def gradient_norm(self) -> torch.Tensor:
+    def gradient_norm(self, kind: float) -> torch.Tensor:
         """Of all parameters together, put together in their order, as one process does."""
-        norms = self._united(self.ask_all("norms", lambda call: Norms(call=call), answers.tensors))
+        parts = self.ask_all("norms", lambda call: Norms(call=call, kind=kind), answers.tensors)
+        norms = self._united(parts)
         if not norms:
             return torch.zeros(())
         order = [name for name in self._names if name in norms]
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
+        stacked = torch.stack([norms[name] for name in order])
+        total: torch.Tensor = torch.linalg.vector_norm(stacked, kind)
         return total
 
     def ask_all(
