@@ -36,6 +36,7 @@ from warm import Nursery
 
 import shoal
 from shoal.boss.boss import Boss
+from shoal.boss.orders import Forward
 from shoal.boss.placed import PlacedModel
 from shoal.cli.main import app
 from shoal.pipeline.build import as_module, materialise
@@ -572,6 +573,22 @@ def test_a_norm_that_is_not_finite_can_be_refused(boss: Boss) -> None:
     assert not boss.clip_grad_norm_(1.0).isfinite()
     with pytest.raises(RuntimeError, match=r"norm (nan|inf): they were not clipped"):
         boss.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_question_that_nobody_answered_in_time_is_called_off(
+    boss: Boss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forward is: else the next call waited for the same again, and so on for ever."""
+    alone = seeded(sequential)
+    model = boss.place(copy.deepcopy(alone), cuts=SEQUENTIAL_CUTS)
+    assert_same(model, alone)
+    stuck = Forward(call=10**6, num_parts=1, keep=False, training=None, forget=[])
+    boss.desk.order(stuck)  # without the input that it waits for
+    with monkeypatch.context() as patch:
+        patch.setattr(boss.desk.link, "timeout_s", 0.5)
+        with pytest.raises(shoal.WireError, match="nothing came"):
+            model.state_dict()
+    assert_same(model, alone)
 
 
 def test_an_optimizer_whose_place_another_has_taken(boss: Boss) -> None:

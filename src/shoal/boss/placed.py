@@ -271,9 +271,10 @@ class PlacedModel(Elsewhere):
     ) -> list[T]:
         """What every worker answers, by stage."""
         self._num_calls += 1
-        self._desk.order(order(self._num_calls))
         tag = f"{what} {self._num_calls}"
-        return [self._desk.recv(rank, tag, read) for rank in self._desk.ranks]
+        with self._desk.whole():
+            self._desk.order(order(self._num_calls))
+            return [self._desk.recv(rank, tag, read) for rank in self._desk.ranks]
 
     @staticmethod
     def _united(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
