@@ -96,7 +96,7 @@ class Norms(_Order, frozen=True, tag="norms"):
     """Say the norms of your gradients."""
 
     call: int
-    kind: float = 2.0
+    kind: float
 
 
 class Scale(_Order, frozen=True, tag="scale"):
