@@ -26,6 +26,7 @@ from shoal.wire import zmq_gate
 from shoal.wire.front import MAX_FRONT_BYTES
 from shoal.wire.zmq_link import ZmqLink
 from shoal.wire.zmq_pieces import PIECE_BYTES, WHOLE_BYTES
+from shoal.wire.zmq_sockets import Card
 
 SOON_S = 30.0
 AT_ONCE_S = 10.0
@@ -412,6 +413,20 @@ def test_ranks_at_whose_address_nobody_listens(stack: ExitStack) -> None:
         link.settle()
     within(SOON_S, link.close)
     assert time.monotonic() < begun + AT_ONCE_S
+
+
+def test_who_had_no_time_to_answer_is_not_blamed(stack: ExitStack) -> None:
+    """Where one rank cannot be reached, which is known at once, the others were said to be behind
+    a firewall."""
+    link = stack.enter_context(ZmqLink(0, 3, timeout_s=SOON_S))
+    with RawRank(1) as raw:
+        nobody = raw.card
+    slow = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    silent = Card(f"tcp://127.0.0.1:{slow.getsockname()[1]}", "token")
+    link.connect([link.card, nobody, silent])
+    with pytest.raises(WireError, match="rank 1: nothing listens there") as caught:
+        link.settle()
+    assert "rank 2" not in str(caught.value)
 
 
 # -- a rank that talks nonsense, thousands of times ------------------------------------------------

@@ -9,6 +9,7 @@ import asyncio
 import copy
 import io
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from warm import Nursery
 
 import shoal
 from shoal.boss.boss import Boss
+from shoal.boss.orders import Forward
 from shoal.boss.placed import PlacedModel
 from shoal.cli.main import app
 from shoal.pipeline.build import as_module, materialise
@@ -545,20 +547,47 @@ def test_a_learning_rate_set_by_hand_and_gradients_set_to_zero(boss: Boss) -> No
     assert_same(model, alone)
 
 
-def test_clipping_by_the_norm_of_all_gradients(boss: Boss) -> None:
+@pytest.mark.parametrize("kind", [2.0, 1, float("inf")])
+def test_clipping_by_the_norm_of_all_gradients(boss: Boss, kind: float) -> None:
     alone = seeded(Tied)
     model = boss.place(copy.deepcopy(alone), cuts=["there", "last"])
     optimizers = boss.optimizer(torch.optim.SGD, **SGD), torch.optim.SGD(alone.parameters(), **SGD)
     norms: list[list[float]] = [[], []]
+    most = {2.0: 0.3, 1: 1.5, float("inf"): 0.1}[kind]
     clips = (
-        lambda: norms[0].append(boss.clip_grad_norm_(0.3).item()),
-        lambda: norms[1].append(nn.utils.clip_grad_norm_(alone.parameters(), 0.3).item()),
+        lambda: norms[0].append(boss.clip_grad_norm_(most, kind).item()),
+        lambda: norms[1].append(nn.utils.clip_grad_norm_(alone.parameters(), most, kind).item()),
     )
     batches = batches_of_rows([8] * 6)
     for each, optimizer, clip in zip((model, alone), optimizers, clips, strict=True):
         train(each, optimizer, batches, clip=clip)
     assert norms[0] == norms[1]
-    assert max(norms[0]) > 0.3 > min(norms[0])
+    assert max(norms[0]) > most > min(norms[0]), norms[0]
+    assert_same(model, alone)
+
+
+def test_a_norm_that_is_not_finite_can_be_refused(boss: Boss) -> None:
+    model = boss.place(sequential(), cuts=SEQUENTIAL_CUTS)
+    x, _ = batches_of_rows([8])[0]
+    (model(x).sum() * float("inf")).backward()
+    assert not boss.clip_grad_norm_(1.0).isfinite()
+    with pytest.raises(RuntimeError, match=r"norm (nan|inf): they were not clipped"):
+        boss.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_question_that_nobody_answered_in_time_is_called_off(
+    boss: Boss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forward is: else the next call waited for the same again, and so on for ever."""
+    alone = seeded(sequential)
+    model = boss.place(copy.deepcopy(alone), cuts=SEQUENTIAL_CUTS)
+    assert_same(model, alone)
+    stuck = Forward(call=10**6, num_parts=1, keep=False, training=None, forget=[])
+    boss.desk.order(stuck)  # without the input that it waits for
+    with monkeypatch.context() as patch:
+        patch.setattr(boss.desk.link, "timeout_s", 0.5)
+        with pytest.raises(shoal.WireError, match="nothing came"):
+            model.state_dict()
     assert_same(model, alone)
 
 
@@ -780,6 +809,48 @@ def test_status_where_no_boss_is() -> None:
 # -- one boss after the other ----------------------------------------------------------------------
 
 
+def test_a_cancelled_optim_step_leaves_no_old_gradients(office: Office) -> None:
+    """It was cancelled between the step and zero_grad: the next gradients were added to these."""
+    office.close_boss()
+    layers = JOBS["seed_001"].make()
+    alone = JOBS["seed_001"].module(SEED)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    batches = JOBS["seed_001"].batches()[:2]
+    train(alone, optimizer, batches, F.mse_loss)
+
+    async def drive() -> dict[str, torch.Tensor]:
+        workers = await shoal.AsyncBoss.setup_host(2, office.listen, wait_s=60.0)
+        torch.manual_seed(SEED)
+        async with shoal.AsyncBoss(workers, layers) as boss:
+            await boss.distribute_model()
+            placed = await boss.send_optimizer(torch.optim.SGD, {"lr": 0.1})
+            step, begun, may_go = placed.step, threading.Event(), threading.Event()
+
+            def noted() -> None:
+                begun.set()
+                assert may_go.wait(10.0)
+                step()
+
+            placed.step = noted  # type: ignore[assignment,method-assign]
+            for x, y in batches:
+                prediction = await boss.forward(x, {})
+                F.mse_loss(prediction, y).backward()
+                await boss.backward(prediction.grad)
+                begun.clear()
+                may_go.clear()
+                stepping = asyncio.create_task(boss.optim_step())
+                assert await asyncio.to_thread(begun.wait, 10.0)
+                stepping.cancel()
+                await asyncio.wait([stepping])
+                assert stepping.cancelled()
+                may_go.set()
+            return await boss.state_dict()
+
+    state = asyncio.run(drive())
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(state[name], tensor)
+
+
 def test_the_next_boss_with_fewer_workers_and_await(office: Office) -> None:
     """The seed's own words. Meanwhile the event loop is free."""
     office.close_boss()
@@ -822,6 +893,9 @@ def test_the_next_boss_with_fewer_workers_and_await(office: Office) -> None:
             assert [worker.stage for worker in boss.status().workers] == [0, 1]
             state = await boss.state_dict()
         ticking.cancel()
+        await boss.close()
+        with pytest.raises(shoal.WireError, match="the boss was closed"):
+            await boss.forward(batches[0][0], {})
         return state
 
     state = asyncio.run(drive())

@@ -27,7 +27,7 @@ from shoal.boss.boss import Boss, on_terminal
 from shoal.boss.calls import Status
 from shoal.boss.optimizer import PlacedOptimizer
 from shoal.boss.placed import PlacedModel
-from shoal.errors import MeetingError, ModelError
+from shoal.errors import MeetingError, ModelError, WireError
 from shoal.pipeline.build import Model
 
 P = ParamSpec("P")
@@ -44,6 +44,7 @@ class AsyncBoss:
         self._placed: PlacedModel | None = None
         self._optimizer: PlacedOptimizer | None = None
         self._output: torch.Tensor | None = None
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-async-boss")
 
     @classmethod
@@ -66,6 +67,8 @@ class AsyncBoss:
             raise
 
     async def _call(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._is_closed:
+            raise WireError("the boss was closed: its workers are gone.")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: do(*args, **kwargs))
 
@@ -116,8 +119,13 @@ class AsyncBoss:
         """Update the parameters; their gradients begin anew."""
         if self._optimizer is None:
             raise ModelError("no optimizer has been sent: send_optimizer() comes first.")
-        await self._call(self._optimizer.step)
-        await self._call(self._optimizer.zero_grad)
+        optimizer = self._optimizer
+
+        def step() -> None:  # in one: who is cancelled in between would add to old gradients
+            optimizer.step()
+            optimizer.zero_grad()
+
+        await self._call(step)
 
     async def train_step(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """As `Boss.train_step`."""
@@ -132,9 +140,14 @@ class AsyncBoss:
         return self._boss.status()
 
     async def close(self, error: BaseException | None = None) -> None:
-        """Let the workers go."""
-        await self._call(self._boss.close, error)
-        self._thread.shutdown()
+        """Let the workers go. Once more does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        loop = asyncio.get_running_loop()
+        closing = loop.run_in_executor(self._thread, self._boss.close, error)
+        self._thread.shutdown(wait=False)  # takes no more; what is under way comes to its end
+        await closing
 
     async def __aenter__(self) -> Self:
         return self

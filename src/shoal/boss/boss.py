@@ -342,9 +342,18 @@ class Boss:
         self._loss = loss
         return result
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all workers so that together they have at most this norm."""
-        total = self.model.gradient_norm()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of all workers so that together they have at most this norm.
+
+        The arguments are those of torch.nn.utils.clip_grad_norm_.
+        """
+        total = self.model.gradient_norm(float(norm_type))
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the gradients of all workers have the norm {total.item()}: they were not clipped."
+            )
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self.desk.order(Scale(), [scale] * self._wanted)
         return total

@@ -138,13 +138,18 @@ class Desk:
         if not told:
             return
         lost, troubles = self._sort(told)
-        if not lost and troubles and all(t.is_consequence for t in troubles.values()):
+        deadline = time.monotonic() + FIND_S
+        while not lost and all(trouble.is_consequence for trouble in troubles.values()):
             # Somebody was lost to somebody; soon we shall know who.
-            self.link.wait_any(
-                [job for rank, job in self._troubles.items() if rank not in told], FIND_S
-            )
-            lost, more = self._sort({r: j for r, j in self._troubles.items() if j.is_over})
-            troubles |= more
+            silent = [job for rank, job in self._troubles.items() if rank not in troubles]
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if not silent or not self.link.wait_any(silent, left_s):
+                # We hear all of them. But without each other they cannot even recover.
+                raise PeerLost(
+                    f"{troubles[min(troubles)].text}. The boss hears both: what is cut is the way "
+                    "between these two."
+                )
+            lost, troubles = self._sort({r: j for r, j in self._troubles.items() if j.is_over})
         if lost:
             raise lost[0]
         rank, trouble = min(troubles.items(), key=lambda item: (item[1].is_consequence, item[0]))

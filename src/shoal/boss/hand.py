@@ -134,7 +134,7 @@ class Hand:
             case Step():
                 self._take_step(order)
             case Norms():
-                self._send(_norms(self.stage.module), f"norms {order.call}")
+                self._send(_norms(self.stage.module, order.kind), f"norms {order.call}")
             case Scale():
                 for parameter in self.stage.module.parameters():
                     if parameter.grad is not None:
@@ -370,9 +370,9 @@ class Hand:
                 return  # whoever works notices too
 
 
-def _norms(module: nn.Module) -> dict[str, torch.Tensor]:
+def _norms(module: nn.Module, kind: float) -> dict[str, torch.Tensor]:
     return {
-        name: torch.linalg.vector_norm(parameter.grad)
+        name: torch.linalg.vector_norm(parameter.grad, kind)
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import time
@@ -20,7 +21,10 @@ from shoal.settings import MAX_TIMEOUT_S
 from shoal.wire.open_link import LinkSettings, read_keys
 from shoal.wire.zmq_link import ZmqLink
 
+log = logging.getLogger("shoal.boss")
 TURN_S = 0.5
+MAX_NAMED = 4
+"""Of more workers that have come, we say how many there are."""
 READY_S = 10.0
 """How long those who are hired have to listen and say where."""
 MAX_HUNG_S = 1e6
@@ -69,6 +73,12 @@ def hire(
     address = Address.read(listen)
     host = network.resolve(address.host)
     keys = None if settings.insecure or network.is_loopback(host) else read_keys(settings)
+    if keys is not None and not keys.authorized.all_names():
+        log.warning(
+            "%s has no key: append the public line of every worker to it (there: shoal keygen). "
+            "Until then none is let in.",
+            keys.authorized.path,
+        )
     reception = Reception(
         num_workers,
         str(torch.__version__),
@@ -159,7 +169,9 @@ def _waiting(link: ZmqLink, reception: Reception, waited_s: float) -> str:
         f"waiting for {reception.missing + len(silent)} of {reception.wanted} workers at "
         f"{link.card.endpoint}, {waited_s:.0f} s"
     )
-    if here:
+    if len(here) > MAX_NAMED:
+        text += f"; {len(here)} are here"
+    elif here:
         text += f"; here: {'; '.join(here)}"
     if silent:
         text += f"; hired, and no word since from: {'; '.join(silent)}"

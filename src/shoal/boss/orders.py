@@ -96,6 +96,7 @@ class Norms(_Order, frozen=True, tag="norms"):
     """Say the norms of your gradients."""
 
     call: int
+    kind: float
 
 
 class Scale(_Order, frozen=True, tag="scale"):

@@ -255,13 +255,15 @@ class PlacedModel(Elsewhere):
             tensor.copy_(state_dict.get(name, tensor))
         return []
 
-    def gradient_norm(self) -> torch.Tensor:
+    def gradient_norm(self, kind: float) -> torch.Tensor:
         """Of all parameters together, put together in their order, as one process does."""
-        norms = self._united(self.ask_all("norms", lambda call: Norms(call=call), answers.tensors))
+        parts = self.ask_all("norms", lambda call: Norms(call=call, kind=kind), answers.tensors)
+        norms = self._united(parts)
         if not norms:
             return torch.zeros(())
         order = [name for name in self._names if name in norms]
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
+        stacked = torch.stack([norms[name] for name in order])
+        total: torch.Tensor = torch.linalg.vector_norm(stacked, kind)
         return total
 
     def ask_all(
@@ -269,9 +271,10 @@ class PlacedModel(Elsewhere):
     ) -> list[T]:
         """What every worker answers, by stage."""
         self._num_calls += 1
-        self._desk.order(order(self._num_calls))
         tag = f"{what} {self._num_calls}"
-        return [self._desk.recv(rank, tag, read) for rank in self._desk.ranks]
+        with self._desk.whole():
+            self._desk.order(order(self._num_calls))
+            return [self._desk.recv(rank, tag, read) for rank in self._desk.ranks]
 
     @staticmethod
     def _united(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

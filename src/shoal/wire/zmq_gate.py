@@ -284,7 +284,7 @@ class Gate:
         elif event == zmq.EVENT_DISCONNECTED:
             guest.refusal = guest.refusal or "what answers there is no rank, or has another key"
         elif event == zmq.EVENT_CLOSED:
-            guest.refusal = guest.refusal or "nothing listens there"
+            guest.refusal = guest.refusal or "nothing listens there, or no way leads there"
 
     def _break(self, guest: Guest) -> None:
         guest.broken_at = guest.broken_at or time.monotonic()

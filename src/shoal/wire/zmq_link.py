@@ -190,7 +190,10 @@ class ZmqLink(Link):
             return not missing or any(p.is_gone for p in missing)
 
         self._pump_until(is_settled, limit_s)
-        faults = [f"{p.name}: {fault}" for p in peers if (fault := self._missing(p))]
+        missing = list(filter(self._missing, peers))
+        # Where somebody cannot be reached at all, others have not had the time.
+        hopeless = [p for p in missing if p.guest.refusal or p.is_gone]
+        faults = [f"{p.name}: {self._missing(p)}" for p in hopeless or missing]
         if faults:
             raise WireError(
                 f"{self._name}, listening at {self.card.endpoint}, has no link with "

@@ -54,7 +54,7 @@ ORDERS: list[Order] = [
     ),
     ZeroGrad(),
     Step(groups=[{"lr": 0.05}]),
-    Norms(call=3),
+    Norms(call=3, kind=2.0),
     Scale(),
     State(call=4),
     Times(call=5),
