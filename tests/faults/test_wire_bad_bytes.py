@@ -24,7 +24,7 @@ from wire_log import Log
 from shoal.errors import PeerLost, WireError
 from shoal.wire import zmq_gate
 from shoal.wire.front import MAX_FRONT_BYTES
-from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_link import GOODBYE, ZmqLink
 from shoal.wire.zmq_pieces import PIECE_BYTES, WHOLE_BYTES
 from shoal.wire.zmq_sockets import Card
 
@@ -294,7 +294,6 @@ NONSENSE: dict[str, list[Frames]] = {
     "a stamp without its piece": [FRONT, PIECES[0], PIECES[1][:1]],
     "something behind a piece": [FRONT, PIECES[0], [*PIECES[1], b"more"]],
     "a message between pieces": [FRONT, PIECES[0], *frames_of("x", number=1)],
-    "goodbye between pieces": [FRONT, PIECES[0], [b"g"]],
     "a piece of another message": [FRONT, PIECES[0], frames_of(LARGE, number=1)[2]],
 }
 
@@ -506,3 +505,10 @@ def one_round(party: ExitStack, chance: random.Random) -> int:
         good[0].send(rank, to=1)
         assert good[1].recv(0) == rank
     return dropped
+
+
+def test_a_rank_that_was_interrupted_in_the_midst_of_a_message_has_left(party: Party) -> None:
+    """Ctrl-C ends a send between two pieces: it says goodbye there, and no nonsense."""
+    party.call.say(*frames_of(LARGE)[:3], [GOODBYE, b"KeyboardInterrupt"])
+    with pytest.raises(PeerLost, match="rank 2 has left: it ended with KeyboardInterrupt"):
+        party.links[0].recv(2)

@@ -33,19 +33,23 @@ Stays = Callable[[torch.Tensor], bool]
 class Parcel:
     """A message taken apart."""
 
-    __slots__ = ("buffers", "plan", "slots", "stays")
+    __slots__ = ("buffers", "limit_bytes", "plan", "slots", "stays")
 
-    def __init__(self, stays: Stays | None = None) -> None:
+    def __init__(self, stays: Stays | None = None, limit_bytes: int | None = None) -> None:
         self.plan: Any = None
         self.slots: list[Slot] = []
         self.buffers: list[torch.Tensor] = []
         """Contiguous, in host memory (or staying). What lies so already is not copied."""
         self.stays = stays
+        self.limit_bytes = limit_bytes
 
 
-def take_apart(tree: Tree, stays: Stays | None = None) -> Parcel:
-    """Raises WireError, naming the place in the tree, for what cannot be sent."""
-    parcel = Parcel(stays)
+def take_apart(tree: Tree, stays: Stays | None = None, limit_bytes: int | None = None) -> Parcel:
+    """Raises WireError, naming the place in the tree, for what cannot be sent.
+
+    limit_bytes: no tensor that is larger is copied.
+    """
+    parcel = Parcel(stays, limit_bytes)
     parcel.plan = _plan(tree, parcel, ())
     return parcel
 
@@ -60,7 +64,7 @@ def _plan(value: Any, parcel: Parcel, path: Path) -> Any:
         kind = DTYPE_NAMES.get(value.dtype, "")
         stays = parcel.stays is not None and parcel.stays(value)
         if not kind or not _lies_well(value, stays):
-            plain = _plain(value, stays, path)
+            plain = _plain(value, stays, path, parcel.limit_bytes)
             return _buffer(kind, list(value.shape), plain, parcel, stays)
         return _buffer(kind, list(value.shape), value, parcel, stays)
     if len(path) > MAX_DEPTH:
@@ -161,7 +165,7 @@ def _lies_well(tensor: torch.Tensor, stays: bool) -> bool:
     )
 
 
-def _plain(tensor: torch.Tensor, stays: bool, path: Path) -> torch.Tensor:
+def _plain(tensor: torch.Tensor, stays: bool, path: Path, limit_bytes: int | None) -> torch.Tensor:
     """A tensor of the same values that lies well."""
     if tensor.layout != torch.strided or tensor.is_nested:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -177,11 +181,23 @@ def _plain(tensor: torch.Tensor, stays: bool, path: Path) -> torch.Tensor:
         )
     if tensor.is_meta:
         raise WireError(f"{_place(path)}: a tensor on the meta device has no values to send.")
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    plain = plain if stays else plain.cpu()
-    if plain.dtype == torch.complex32:
-        plain = plain.view(torch.int32)  # the same bytes; torch warns of new complex32
-    return plain.contiguous()
+    if limit_bytes is not None and tensor.nbytes > limit_bytes:  # an expanded one may be any size
+        raise WireError(
+            f"{_place(path)}: a tensor of {tensor.nbytes} bytes; the limit is {limit_bytes}"
+        )
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = plain if stays else plain.cpu()
+        if plain.dtype == torch.complex32:
+            plain = plain.view(torch.int32)  # the same bytes; torch warns of new complex32
+        return plain.contiguous()
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise WireError(
+            f"{_place(path)}: there is no memory for a copy of a tensor of {tensor.nbytes} bytes. "
+            "It is expanded, has gaps, or is on a GPU, and is copied to be sent: send it in parts."
+        ) from error
 
 
 def _buffer(

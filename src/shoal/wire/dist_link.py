@@ -86,6 +86,8 @@ class _Peer:
     num_received: int = 0
     heard_at: float = field(default_factory=time.monotonic)
     lost: PeerLost | None = None
+    parting: PeerLost | None = None
+    """Why we are breaking off, while gloo ends all that is under way with errors of its own."""
     has_goodbye: bool = False
     """Whether we have said it."""
     next_front: Any = None
@@ -374,13 +376,13 @@ class DistLink(Link):
                 continue
             if time.monotonic() > peer.heard_at + self._hung_s:
                 silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
-                self._part(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {silent}"))
+                self._break_off(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {silent}"))
 
     def _lose(self, peer: _Peer, error: RuntimeError) -> PeerLost:
         """Its connection broke."""
         reason = str(error).partition("] ")[2].partition(" [")[0] or str(error)
         cause = f"{reason}. It was killed or is cut off"
-        lost = PeerSilent(f"rank {self.rank} lost {peer.name}: {cause}")
+        lost = peer.parting or PeerSilent(f"rank {self.rank} lost {peer.name}: {cause}")
         self._part(peer, lost)
         return copy.copy(peer.lost or lost)
 
@@ -409,18 +411,23 @@ class DistLink(Link):
             now = time.monotonic()
             lost_at = lost_at or (now if peer.lost else 0.0)
             if now > deadline or (lost_at and now > lost_at + PARTING_S):
-                self._break_off(peer)
+                self._break_off(peer, PeerLost(f"rank {self.rank} has left {peer.name}"))
                 for thread in alive:
                     thread.join(PARTING_S)
                 return
             alive[0].join(CLOSING_TURN_S)
             self._part_from_hung()
 
-    def _break_off(self, peer: _Peer) -> None:
-        """Make gloo give up all that is under way with `peer`: it does when a wait times out."""
-        self._part(peer, PeerLost(f"rank {self.rank} has left {peer.name}"))
+    def _break_off(self, peer: _Peer, lost: PeerLost) -> None:
+        """Make gloo give up all that is under way with `peer`: it does when a wait times out.
+
+        Only then is anybody told. A peer that was frozen may come back, and would go on writing
+        into places, and reading from tensors, that their owners have back.
+        """
+        peer.parting = peer.parting or peer.lost or lost
         with suppress(RuntimeError):
             self._expect(peer, torch.empty(1, dtype=torch.uint8), NEVER).wait(_AT_ONCE)
+        self._part(peer, peer.parting)
 
 
 class _Outgoing(Job):

@@ -94,10 +94,14 @@ class Packer:
         memory: list[Memory] = []
         outline = outline_of(tree, memory) if self._stays is None else None
         if outline is None:
-            return pack(take_apart(tree, self._stays), tag, number, self._limit_bytes)
+            return pack(
+                take_apart(tree, self._stays, self._limit_bytes), tag, number, self._limit_bytes
+            )
         known = self._headers.get((tag, outline))
         if known is None:
-            head, behind = pack(take_apart(tree), tag, number, self._limit_bytes)
+            head, behind = pack(
+                take_apart(tree, None, self._limit_bytes), tag, number, self._limit_bytes
+            )
             header = _header_in(head)
             if len(behind) in (0, len(memory)) and len(header) <= MAX_REMEMBERED_BYTES:
                 if len(self._headers) >= MAX_REMEMBERED:

@@ -333,11 +333,11 @@ class ZmqLink(Link):
         if self._keys and not peer.guest.is_author_of(frame):
             raise WireError("it has the key of another")
         data = frame.buffer
+        if len(data) == 1:  # also between two pieces: whoever was interrupted there says goodbye
+            self._receive_sign(peer, frame)
+            return
         if peer.due is not None:
             self._receive_piece(peer, peer.due, data)
-            return
-        if len(data) == 1:
-            self._receive_sign(peer, frame)
             return
         count, read = peer.reader.read(data)
         if count != peer.num_received:

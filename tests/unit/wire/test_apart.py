@@ -132,6 +132,15 @@ def test_what_cannot_be_sent_is_named_with_its_place(tree: Any, where: str) -> N
     assert where in str(caught.value)
 
 
+def test_the_limit_is_known_before_a_copy_is_made() -> None:
+    with pytest.raises(
+        WireError, match=r"message\['x'\]: a tensor of 1099511627776 bytes; the limit"
+    ):
+        take_apart({"x": torch.ones(1).expand(2**38)}, limit_bytes=2**36)
+    with pytest.raises(WireError, match="no memory for a copy of a tensor of"):
+        take_apart(torch.ones(1).expand(2**47))
+
+
 def test_kinds_of_numbers_and_text_that_are_nearly_pythons_own() -> None:
     class Colour(enum.StrEnum):
         RED = "red"

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.errors import PeerLost, WireError
-from shoal.wire.dist_link import PIECE_BYTES, DistLink
+from shoal.errors import PeerLost, PeerSilent, WireError
+from shoal.wire.dist_link import _LENGTH, BLOCK_BYTES, FRONT, PIECE, PIECE_BYTES, DistLink
 
 SOON_S = 20.0
 HUNG_S = 0.6
@@ -188,3 +188,30 @@ def check_parted(links: list[DistLink]) -> None:
         other = 1 - link.rank
         assert str(link._inbox.lost(other)) == f"rank {other} has left"
         assert not any(thread.is_alive() for thread in link._peers[other].threads)
+
+
+def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
+    join: Join,
+) -> None:
+    """It froze in the midst of a message: gloo's receives still waited, for the user's memory."""
+    sender, receiver = join(hung_s=HUNG_S)
+    peer = sender._peers[1]
+    message = filled(3 * PIECE_BYTES, 1)
+    place = torch.zeros_like(message)
+    job = receiver.irecv(0, into=place)
+    head, _ = peer.packer.pack(message, "", 0)
+    front = torch.frombuffer(bytearray(_LENGTH.pack(len(head)) + head), dtype=torch.uint8)
+    assert len(front) <= BLOCK_BYTES
+    for tag, piece in ((FRONT, front), (PIECE, message[:PIECE_BYTES])):
+        peer.group.send([piece], peer.other, tag).wait(timedelta(seconds=SOON_S))
+    with pytest.raises(PeerSilent, match="no sign of life"):
+        job.wait()
+    place.zero_()
+
+    def come_back() -> None:
+        rest = peer.group.send([message[PIECE_BYTES : 2 * PIECE_BYTES]], peer.other, PIECE)
+        rest.wait(timedelta(seconds=SOON_S))
+
+    with pytest.raises(RuntimeError):
+        come_back()
+    assert not place.any()
