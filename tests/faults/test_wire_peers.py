@@ -84,9 +84,11 @@ with shoal.join(timeout_s={SOON_S}) as crew:
     link = crew.link("dist", hung_s=1 + crew.rank)  # rank 1 misses others later
     if crew.rank == 2:
         link.send("I am here", to=0)
+        link.recv(0)  # gloo sends only once the other side receives: frozen before, it says nothing
         os.kill(os.getpid(), signal.SIGSTOP)
     elif crew.rank == 0:
         link.recv(2)
+        link.send("I see you", to=2)
         try:
             link.recv(2)
         except shoal.PeerLost:
