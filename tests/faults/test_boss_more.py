@@ -150,7 +150,7 @@ def test_a_train_step_that_makes_no_sense(boss: Boss) -> None:
         boss.train_step(rows(), rows(), loss=F.mse_loss, schedule="2f2b", reduction="none")
     with pytest.raises(shoal.SettingsError, match="then the target"):
         boss.train_step(rows(), loss=F.mse_loss)
-    with pytest.raises(shoal.ModelError, match=r"loss: it returned nothing; .* a tensor"):
+    with pytest.raises(shoal.ModelError, match="loss: returns nothing: is there a return"):
         boss.train_step(rows(), rows(), loss=print)  # type: ignore[arg-type]
     with pytest.raises(shoal.WorkerError, match="loss=: gave a Size; it must give one number"):
         boss.train_step(rows(), rows(), loss=lambda out, y: out.shape)

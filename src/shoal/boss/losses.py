@@ -31,7 +31,7 @@ def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
         ) from error
     returned = traced.graph.output_node().args[0]
     if not isinstance(returned, fx.Node):
-        what = "nothing" if returned is None else f"a {type(returned).__name__}"
+        what = f"a {type(returned).__name__}"
         raise ModelError(f"loss: it returned {what}; it must return a tensor, of one number.")
     data, tensors = to_data(traced)
     return pack(data), tensors
