@@ -276,16 +276,20 @@ def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:
 
 def cache_dir() -> Path:
     """Where downloaded data is kept between runs."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def _user_folder(variable: str, usual: str) -> Path:
+    """The user's own, for shoal. A relative path there counts for nothing, as XDG has it."""
+    base = Path(os.environ.get(variable) or "")
+    return (base if base.is_absolute() else Path.home() / usual) / "shoal"
 
 
 def config_folder() -> Path:
     """Where keys are kept: what the user gave to shoal once, for all runs; or for this one."""
     if own := os.environ.get(CONFIG_VARIABLE):
         return Path(own)
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "shoal"
+    return _user_folder("XDG_CONFIG_HOME", ".config")
 
 
 def usable_cores() -> int:

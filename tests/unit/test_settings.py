@@ -166,6 +166,8 @@ def test_where_keys_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert config_folder() == tmp_path / ".config" / "shoal"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "~/config")  # a key for every working folder
+    assert config_folder() == tmp_path / ".config" / "shoal"
 
 
 def test_threads_of_all_processes_fit_the_cores_we_may_use() -> None:

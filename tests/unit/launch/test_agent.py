@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ while not other.exists() or os.path.exists(f"/proc/{other.read_text()}/exe"):
     time.sleep(0.01)
 raise ValueError("my fault")
 """
+RUN = f"run-{os.getpid()}"  # to be told from other tests that run meanwhile
 LOOK_UP = "import os; print(len(os.listdir(os.environ['SHOAL_CONFIG'])))"
 ENDLESS = "print('up', flush=True)\nwhile True: print('x' * 1000)"
 
@@ -131,7 +133,7 @@ def with_secrets(start: Start, contents: dict[str, str]) -> Start:
 
 
 def prepare(agent: Pipe, folder: Path) -> Prepared:
-    agent.tell(Prepare(run="run", folder=str(folder), needed_bytes=0, advice="advice"))
+    agent.tell(Prepare(run=RUN, folder=str(folder), needed_bytes=0, advice="advice"))
     made = agent.expect(Prepared)
     (Path(made.code) / "script.py").touch()
     return made
@@ -156,7 +158,7 @@ def test_where_no_folder_can_be_made(agent: Pipe, folder: str) -> None:
 def test_a_project_that_is_not_there(agent: Pipe, tmp_path: Path) -> None:
     """Known before anything is made."""
     prepare = Prepare(
-        run="run", folder=str(tmp_path / "new"), needed_bytes=1, project="/nix", advice=""
+        run=RUN, folder=str(tmp_path / "new"), needed_bytes=1, project="/nix", advice=""
     )
     agent.tell(prepare)
     reason = agent.expect(Refused).reason
@@ -221,7 +223,7 @@ def test_after_one_that_was_killed_another_tidies_up(
     made = prepare(agent, tmp_path)
     (Path(made.results) / "weights").touch()
     families = []
-    for each, run in ((agent, "run"), (other, "other")):
+    for each, run in ((agent, RUN), (other, f"not-{RUN}")):
         each.tell(ranks(f"{CHILD}; {WAIT}", run=run))
         each.expect(Line)
         families.append(each.family())
@@ -229,20 +231,20 @@ def test_after_one_that_was_killed_another_tidies_up(
     agent.process.kill()
     agent.end()
     with closing(Pipe(ENOUGH_S)) as heir:
-        heir.tell(Sweep(run="run", folder=str(tmp_path)))
+        heir.tell(Sweep(run=RUN, folder=str(tmp_path)))
         assert heir.expect(Swept).ended >= 1
         assert all_gone(killed)
         assert not any(all_gone([process]) for process in others)
         heir.hang_up()
         heir.end()
-    assert [path.name for path in tmp_path.rglob("*")] == ["run", "results", "weights"]
+    assert [path.name for path in tmp_path.rglob("*")] == [RUN, "results", "weights"]
 
 
 def test_keys_are_removed_even_if_the_launcher_leaves_meanwhile(tmp_path: Path) -> None:
     """As it does when a rank has failed; there are so many that this takes a while."""
     keys = {f"key{number}": "secret" for number in range(3000)}
     with closing(Pipe(ENOUGH_S, TMPDIR=str(tmp_path))) as agent:
-        agent.tell(with_secrets(ranks(LOOK_UP, run="run"), keys))
+        agent.tell(with_secrets(ranks(LOOK_UP, run=RUN), keys))
         assert int(agent.expect(Line).data) == len(keys)
         agent.expect(Done)
         agent.hang_up()
@@ -253,11 +255,11 @@ def test_keys_are_removed_even_if_the_launcher_leaves_meanwhile(tmp_path: Path) 
 def test_keys_of_an_agent_that_was_killed_are_removed_by_another(tmp_path: Path) -> None:
     pipes = (Pipe(ENOUGH_S, TMPDIR=str(tmp_path)) for _ in range(2))
     with closing(next(pipes)) as killed:
-        killed.tell(with_secrets(ranks(WAIT, run="run"), {"key": "secret"}))
+        killed.tell(with_secrets(ranks(WAIT, run=RUN), {"key": "secret"}))
         killed.expect(Line)
         assert [path.name for path in tmp_path.rglob("key")] == ["key"]
     with closing(next(pipes)) as heir:
-        heir.tell(Sweep(run="run", folder=str(tmp_path / "runs")))
+        heir.tell(Sweep(run=RUN, folder=str(tmp_path / "runs")))
         heir.expect(Swept)
         heir.hang_up()
         assert heir.end() == 0
@@ -301,7 +303,7 @@ def test_only_results_that_nobody_has_stay(agent: Pipe, tmp_path: Path, is_fetch
     agent.hang_up()
     agent.end()
     left = [path.name for path in tmp_path.rglob("*")]
-    assert left == ([] if is_fetched else ["run", "results", "weights"])
+    assert left == ([] if is_fetched else [RUN, "results", "weights"])
 
 
 def test_without_results_nothing_stays(agent: Pipe, tmp_path: Path) -> None:
