@@ -26,6 +26,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -35,11 +36,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.train.models.zoo import MnistCnn
 from shoal.wire.link import Link
 
-SGD = {"lr": 0.01, "momentum": 0.9}
-NUM_BATCHES = 8
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from local import NUM_BATCHES, SGD, Batch, Elsewhere, seeded_batches, seeded_net
+
 WARM_UP_STEPS = 5
 TOLERANCE = 1e-6
 """Of losses after the warm-up, relative to local's: micro-batches add up in another order."""
@@ -49,7 +51,6 @@ WORKER_BYTES = 350 << 20
 """What a worker needs, about."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Task(NamedTuple):
@@ -62,16 +63,7 @@ class Task(NamedTuple):
 
 
 def mnist_cnn(batch_size: int) -> Task:
-    def net() -> MnistCnn:
-        torch.manual_seed(0)
-        return MnistCnn()
-
-    def batch() -> Batch:
-        x = torch.randn(batch_size, 1, 28, 28, generator=generator)
-        return x, torch.randint(0, 10, (batch_size,), generator=generator)
-
-    generator = torch.Generator().manual_seed(0)
-    return Task(net, F.cross_entropy, [batch() for _ in range(NUM_BATCHES)])
+    return Task(seeded_net, F.cross_entropy, seeded_batches(batch_size))
 
 
 def chain(length: int, batch_size: int) -> Task:
@@ -177,6 +169,9 @@ class Contestant(ABC):
         """How long the stages that this rank knows of have worked, when they have done it all."""
         return []
 
+    def close(self) -> None:  # noqa: B027 (most have nothing to do)
+        """It has had its last turn."""
+
 
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Loss, batch: Batch
@@ -191,13 +186,35 @@ def plain_step(
 
 
 class Local(Contestant):
-    """A plain loop on rank 0 while rank 1 sleeps in a barrier, then the other way round.
+    """A plain loop next to rank 0 while both sleep, then next to the other.
 
     Two cores need not be equally fast: a step counts as the mean.
     """
 
-    def __init__(self, crew: shoal.JoinedCrew, task: Task) -> None:
+    def __init__(self, crew: shoal.JoinedCrew, batch_size: int) -> None:
         super().__init__("local")
+        self.times = crew.size
+        self._crew = crew
+        self._loop = Elsewhere(batch_size)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
+        for rank in range(self._crew.size):
+            if rank == self._crew.rank:
+                loss = self._loop.step()
+            self._crew.barrier()
+        return loss
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+class InRank(Contestant):
+    """The same loop in a rank's own process, in the same order."""
+
+    def __init__(
+        self, crew: shoal.JoinedCrew, task: Task, name: str = "the same loop in a rank"
+    ) -> None:
+        super().__init__(name)
         self.times = crew.size
         self._crew = crew
         self._loss = task.loss
@@ -313,7 +330,8 @@ def two_stages(
 
     in_turns = pipelines("sequential", 1)[0]
     whole = bosses(staff, task, 1, in_turns.cuts)[0]
-    found: list[Contestant] = [Local(crew, task), in_turns, whole]
+    size = len(task.batches[0][0])
+    found: list[Contestant] = [Local(crew, size), InRank(crew, task), in_turns, whole]
     for count in counts:
         ranks = pipelines("gpipe", count)
         found += [*ranks, *bosses(staff, task, count, ranks[0].cuts)]
@@ -448,7 +466,7 @@ def main() -> None:
         if is_chain:
             task = chain(num_workers, args.batch_size)
             cuts = [str(number) for number in range(1, num_workers)]
-            contestants = [Local(crew, task), *bosses(staff, task, 1, cuts)]
+            contestants = [InRank(crew, task, "local"), *bosses(staff, task, 1, cuts)]
         else:
             task = mnist_cnn(args.batch_size)
             counts = [int(count) for count in args.microbatches.split(",")]
@@ -458,6 +476,8 @@ def main() -> None:
         race.check()
         race.run(args.rounds, args.steps)
         report = race.report()
+        for contestant in contestants:
+            contestant.close()
         resources.close()
         if staff is not None:
             times = {"join_s": staff.join_s, "leave_s": staff.leave_s}

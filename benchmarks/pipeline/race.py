@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -25,13 +24,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from local import SGD, Batch, Loop, seeded_batches, seeded_net
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import shoal
 from shoal.train.models.zoo import MnistCnn
 from shoal.wire.link import Link
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from local import SGD, Batch, Elsewhere, Loop, seeded_batches, seeded_net
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 5
@@ -81,24 +83,17 @@ class Local(Contestant):
     def __init__(self, crew: shoal.JoinedCrew, batch_size: int) -> None:
         super().__init__("local")
         self._crew = crew
-        argv = [sys.executable, str(HERE / "local.py"), "--batch-size", str(batch_size)]
-        self._process = subprocess.Popen(  # ends with its input, so also when this process does
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._loop = Elsewhere(batch_size)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         for rank in range(self._crew.size):
             if rank == self._crew.rank:
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
-                loss = float(self._process.stdout.readline())
+                loss = self._loop.step()
             self._crew.barrier()
         return loss
 
     def close(self) -> None:
-        self._process.communicate()
+        self._loop.close()
 
 
 class InRank(Contestant):

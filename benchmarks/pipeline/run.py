@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=3, help="in a turn")
-    parser.add_argument("--microbatches", default="2,4,8,16", help="numbers to be tried")
+    parser.add_argument("--microbatches", default="2,3,4,8", help="numbers to be tried")
     parser.add_argument("--cut", help="where stage 1 begins, instead of automatic cuts")
     args = parser.parse_args()
     with described():

@@ -1,6 +1,6 @@
 """One process without a pipeline: a plain loop that takes a step for each line it reads.
 
-    python benchmarks/pipeline/local.py --batch-size 128
+    python benchmarks/local.py --batch-size 128
 
 Prints the loss of each step. A process of its own, since what a rank does to its process (the C
 library keeps the memory of large blocks there) makes a plain loop in it faster than elsewhere.
@@ -9,6 +9,7 @@ library keeps the memory of large blocks there) makes a plain loop in it faster 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 
 import torch
@@ -51,6 +52,26 @@ class Loop:
         loss.backward()
         self._optimizer.step()
         return loss.item()
+
+
+class Elsewhere:
+    """The same in a process of its own, which ends with its input: also when this one does."""
+
+    def __init__(self, batch_size: int) -> None:
+        argv = [sys.executable, __file__, "--batch-size", str(batch_size)]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def main() -> None:
