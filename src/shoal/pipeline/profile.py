@@ -256,9 +256,16 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tup
     return result, unit
 
 
+def _copy_of(module: nn.Module) -> nn.Module:
+    """Also where it holds what it has computed, as torch.nn.utils.weight_norm makes it."""
+    held = [value for each in module.modules() for value in vars(each).values()]
+    computed = [it for it in held if isinstance(it, torch.Tensor) and not it.is_leaf]
+    return copy.deepcopy(module, {id(it): it.detach().clone() for it in computed})
+
+
 def _callable(node: fx.Node, model: nn.Module) -> tuple[Callable[..., Any], list[nn.Parameter]]:
     if node.op == "call_module":
-        module = copy.deepcopy(model.get_submodule(str(node.target)))
+        module = _copy_of(model.get_submodule(str(node.target)))
         materialise(module, 0, torch.device("cpu"))
         return module, list(module.parameters())
     if node.op == "call_method":

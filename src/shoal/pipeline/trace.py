@@ -379,5 +379,11 @@ def _unreadable(model: nn.Module, error: Exception) -> str:
         text = f"{what}.forward {error}: torch.fx does not see that, and it would be lost."
     else:
         text = f"{what} cannot be read by torch.fx: {error}"
-    line = users_line(frames)
+    line = users_line(frames) or _line_of_forward(model)
     return "\n".join([text, *([f"  {line}"] if line else []), WAYS_OUT])
+
+
+def _line_of_forward(model: nn.Module) -> Line | None:
+    """Where it is written: what is wrong with what it gives was noticed outside of it."""
+    code = getattr(type(model).forward, "__code__", None)
+    return Line(code.co_filename, code.co_firstlineno) if code else None

@@ -389,3 +389,12 @@ def test_what_the_model_returns_is_wanted_in_the_last_stage() -> None:
     assert [value.used_by for value in values] == [(0,), (2,), (1, 2), (2,), (2,)]
     (cut,) = choose_cuts(graph, inputs, 2, Costs(seconds_per_byte=1.0))
     assert cut in (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_module_that_holds_what_it_has_computed() -> None:
+    """Copying it ended in an error of torch's."""
+    normed = torch.nn.utils.weight_norm(nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    graph = read(nn.Sequential(normed, nn.Linear(4, 4)))
+    units, _ = profile(graph, {graph.inputs[0]: torch.ones(2, 4)})
+    assert [unit.name for unit in units] == graph.names()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -545,4 +545,15 @@ def test_a_module_that_can_be_neither_opened_nor_kept_whole() -> None:
     fault = fault_of(Net())
     assert "Net cannot be read by torch.fx" in fault
     assert ": return self.inner(x, Odd())" in fault
+    assert WAYS_OUT in fault
+
+
+def test_what_is_wrong_with_what_forward_gives_is_told_with_its_line() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            yield x
+
+    fault = fault_of(Net())
+    assert "'generator'" in fault
+    assert ": def forward(self, x: Tensor) -> Iterator[Tensor]:" in fault
     assert WAYS_OUT in fault
