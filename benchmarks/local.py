@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+import shoal
 from shoal.train.models.zoo import MnistCnn
 
 SGD = {"lr": 0.01, "momentum": 0.9}
@@ -52,6 +54,15 @@ class Loop:
         loss.backward()
         self._optimizer.step()
         return loss.item()
+
+
+def by_turns(crew: shoal.JoinedCrew, step: Callable[[], float]) -> float:
+    """On one rank while the others sleep in a barrier, then on the next."""
+    for rank in range(crew.size):
+        if rank == crew.rank:
+            loss = step()
+        crew.barrier()
+    return loss
 
 
 class Elsewhere:

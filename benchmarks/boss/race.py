@@ -40,7 +40,7 @@ from shoal.wire.link import Link
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from local import NUM_BATCHES, SGD, Batch, Elsewhere, seeded_batches, seeded_net
+from local import NUM_BATCHES, SGD, Batch, Elsewhere, by_turns, seeded_batches, seeded_net
 
 WARM_UP_STEPS = 5
 TOLERANCE = 1e-6
@@ -198,11 +198,7 @@ class Local(Contestant):
         self._loop = Elsewhere(batch_size)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
-        for rank in range(self._crew.size):
-            if rank == self._crew.rank:
-                loss = self._loop.step()
-            self._crew.barrier()
-        return loss
+        return by_turns(self._crew, self._loop.step)
 
     def close(self) -> None:
         self._loop.close()
@@ -222,11 +218,9 @@ class InRank(Contestant):
         self._optimizer = torch.optim.SGD(self._net.parameters(), **SGD)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
-        for rank in range(self._crew.size):
-            if rank == self._crew.rank:
-                loss = plain_step(self._net, self._optimizer, self._loss, (x, y))
-            self._crew.barrier()
-        return loss
+        return by_turns(
+            self._crew, lambda: plain_step(self._net, self._optimizer, self._loss, (x, y))
+        )
 
 
 class Ranks(Contestant):

@@ -33,7 +33,7 @@ from shoal.wire.link import Link
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from local import SGD, Batch, Elsewhere, Loop, seeded_batches, seeded_net
+from local import SGD, Batch, Elsewhere, Loop, by_turns, seeded_batches, seeded_net
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 5
@@ -86,11 +86,7 @@ class Local(Contestant):
         self._loop = Elsewhere(batch_size)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
-        for rank in range(self._crew.size):
-            if rank == self._crew.rank:
-                loss = self._loop.step()
-            self._crew.barrier()
-        return loss
+        return by_turns(self._crew, self._loop.step)
 
     def close(self) -> None:
         self._loop.close()
@@ -107,11 +103,7 @@ class InRank(Contestant):
         self._loop = Loop()
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
-        for rank in range(self._crew.size):
-            if rank == self._crew.rank:
-                loss = self._loop.step(x, y)
-            self._crew.barrier()
-        return loss
+        return by_turns(self._crew, lambda: self._loop.step(x, y))
 
 
 class Shoal(Contestant):
