@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 EXIT_FAILED = 1
-"""The run began and did not succeed."""
+"""The run did not succeed; also where ranks do not fit together, as each by itself may be right."""
 EXIT_USAGE = 2
 """The run never began: the settings are at fault."""
 EXIT_INTERRUPTED = 130
@@ -108,6 +108,18 @@ class WorkerError(ShoalError):
 
 class RunFailed(ShoalError):
     """A rank that we started ended badly."""
+
+
+def lost_peer(error: BaseException | None) -> PeerLost | None:
+    """The loss of a peer that an error is, or that it was made of: raised from it, or while it was
+    handled."""
+    passed: set[int] = set()
+    while error is not None and id(error) not in passed:  # an error can be raised from itself
+        if isinstance(error, PeerLost):
+            return error
+        passed.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def reason_of(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,21 +93,125 @@ def test_sending_at_once_and_waiting_later(links: list[Link]) -> None:
     assert links[1].recv(0)["x"].abs().sum() > 0
 
 
-def test_two_ranks_send_much_to_each_other_at_once(links: list[Link]) -> None:
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(tree=trees)
+def test_any_tree_can_be_lent(links: list[Link], tree: Any) -> None:
+    large = torch.arange(100_000, dtype=torch.float32)
+    whole = [tree, large, large.to(torch.bfloat16).view(100, -1).t(), large[::2]]
+    job = links[0].isend(whole, to=1, lend=True)
+    assert same(links[1].recv(0), whole)
+    assert job.wait(SOON_S) is None
+    assert job.done()
+
+
+def test_what_was_lent_is_the_lenders_again_when_its_job_is_done(links: list[Link]) -> None:
+    lent = torch.arange(300_000.0)
+    place = torch.zeros(300_000)
+    jobs = [links[0].isend(lent, to=1, lend=True) for _ in range(2)]
+    got, same_place = links[1].recv(0), links[1].recv(0, into=place)
+    for job in jobs:
+        job.wait(SOON_S)
+    lent.zero_()
+    got[0] = 7  # writable, and its own
+    assert same_place is place
+    assert got[1:].equal(torch.arange(1.0, 300_000))
+    assert place.equal(torch.arange(300_000.0))
+
+
+def test_order_is_kept_between_what_is_lent_and_what_is_sent(links: list[Link]) -> None:
+    jobs = [
+        links[0].isend(torch.full((100_000,), number), to=1, lend=number % 3 > 0)
+        for number in range(12)
+    ]
+    assert [int(links[1].recv(0)[-1]) for _ in jobs] == list(range(12))
+    for job in jobs:
+        job.wait(SOON_S)
+
+
+def test_two_ranks_lend_much_to_each_other_and_wait(links: list[Link]) -> None:
     large = torch.arange(25 * 2**20, dtype=torch.int32)  # 100 MiB
-    received: dict[int, torch.Tensor] = {}
 
-    def exchange(rank: int) -> None:
-        links[rank].send(large, to=1 - rank)
-        received[rank] = links[rank].recv(1 - rank)
+    def exchange(rank: int) -> bool:
+        jobs = [links[rank].isend(large, to=1 - rank, lend=True) for _ in range(2)]
+        for job in jobs:
+            job.wait(SOON_S)
+        return all(torch.equal(links[rank].recv(1 - rank), large) for _ in jobs)
 
-    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-    assert torch.equal(received[0], large)
-    assert torch.equal(received[1], large)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(exchange, (0, 1)))
+
+
+def test_two_ranks_send_much_to_each_other_at_once(links: list[Link]) -> None:
+    """More than a receiver takes that nobody has asked for: the second waits for the first."""
+    large = torch.arange(25 * 2**20, dtype=torch.int32)  # 100 MiB
+
+    def exchange(rank: int) -> bool:
+        for _ in range(2):
+            links[rank].send(large, to=1 - rank)
+        return all(torch.equal(links[rank].recv(1 - rank), large) for _ in range(2))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(exchange, (0, 1)))
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["waits", "asks"])
+def test_who_waits_for_another_takes_what_comes_meanwhile(links: list[Link], asks: bool) -> None:
+    """Rank 0 waits for rank 2, which waits for rank 1, which has much for rank 0 first."""
+    large = torch.zeros(40 * 2**20, dtype=torch.uint8)
+
+    def begin() -> None:
+        for _ in range(3):
+            links[1].send(large, to=0)
+        links[1].send("now you", to=2)
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [
+            pool.submit(begin),
+            pool.submit(lambda: links[2].send(links[2].recv(1), to=0)),
+        ]
+        job = links[0].irecv(2)
+        deadline = time.monotonic() + SOON_S
+        while asks and not job.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert job.wait() == "now you"
+        for other in others:
+            other.result(SOON_S)
+    assert all(len(links[0].recv(1)) == len(large) for _ in range(3))
+
+
+def test_autograd_knows_when_a_place_was_filled_that_it_needs(links: list[Link]) -> None:
+    """Else the gradients would be those of the next message."""
+    place, weight = torch.zeros(30_000), torch.ones(30_000, requires_grad=True)
+    job = links[1].irecv(0, into=place)
+    links[0].send(torch.ones(30_000), to=1)
+    loss = (weight * job.wait()).sum()
+    job = links[1].irecv(0, into=place)
+    links[0].send(torch.zeros(30_000), to=1)
+    job.wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_places_made_in_inference_mode(links: list[Link]) -> None:
+    with torch.inference_mode():
+        place = torch.zeros(2, 30_000).T  # torch will not fill it elsewhere
+    x = torch.randn(30_000, 2)
+    for _ in range(2):
+        job = links[1].irecv(0, into={"x": place})
+        links[0].send({"x": x}, to=1)
+        assert torch.equal(job.wait()["x"], x)
+
+
+def test_who_leaves_because_it_lost_a_rank_says_what_that_one_ended_with(links: list[Link]) -> None:
+    with pytest.raises(ZeroDivisionError), links[0]:
+        print(1 / 0)
+    with pytest.raises(PeerLost), links[1]:
+        links[1].recv(0)
+    with pytest.raises(PeerLost, match=r"rank 1 has left: .* rank 0 has left: .*ZeroDivision"):
+        links[2].recv(1)
 
 
 @pytest.fixture(scope="module")

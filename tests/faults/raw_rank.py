@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import zmq
@@ -16,6 +17,7 @@ from shoal.wire.apart import take_apart
 from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
+from shoal.wire.lending import Seals
 from shoal.wire.zmq_link import HELLO
 from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, WHOLE_BYTES
 from shoal.wire.zmq_sockets import PULSE, Card
@@ -24,10 +26,14 @@ Frames = Sequence[Any]
 
 
 class RawRank(Closing):
-    """keys: those that it uses. listens_with: where it listens with others."""
+    """keys: those that it uses. listens_with: where it listens with others. seals: if it lends."""
 
     def __init__(
-        self, rank: int, keys: KeyPair | None = None, listens_with: KeyPair | None = None
+        self,
+        rank: int,
+        keys: KeyPair | None = None,
+        listens_with: KeyPair | None = None,
+        seals: Seals | None = None,
     ) -> None:
         self.rank = rank
         self._keys = keys
@@ -39,7 +45,10 @@ class RawRank(Closing):
             self._router.curve_secretkey = served.secret.encode()
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self.card = Card(
-            f"tcp://127.0.0.1:{port}", secrets.token_hex(16), keys.public if keys else ""
+            f"tcp://127.0.0.1:{port}",
+            secrets.token_hex(16),
+            keys.public if keys else "",
+            seals.lender if seals else None,
         )
 
     def call(
@@ -82,6 +91,7 @@ class RawCall(Closing):
         for identity, dealer in dealers.items():
             dealer.identity = identity
             dealer.reconnect_ivl = -1
+            dealer.sndhwm = 0  # so that only one thing keeps it from sending: see _send
             if keys:
                 dealer.curve_publickey = keys.public.encode()
                 dealer.curve_secretkey = keys.secret.encode()
@@ -90,13 +100,18 @@ class RawCall(Closing):
 
     def hello(self) -> Self:
         for dealer in self._dealers:
-            dealer.send(HELLO)
+            self._send(dealer, [HELLO])
         return self
 
     def say(self, *messages: Frames) -> Self:
         for frames in messages:
-            self._dealers[0].send_multipart(frames)
+            self._send(self._dealers[0], frames)
         return self
+
+    def _send(self, dealer: zmq.Socket[bytes], frames: Frames) -> None:
+        """If the other side has hung up, nobody hears it: a plain send would wait for ever."""
+        with suppress(zmq.Again):
+            dealer.send_multipart(frames, zmq.DONTWAIT)
 
     def close(self) -> None:
         for dealer in self._dealers:

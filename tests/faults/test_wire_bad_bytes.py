@@ -195,6 +195,7 @@ def test_a_stranger_is_ignored(party: Party, log: Log, identity: bytes) -> None:
         stranger.hello().say(*frames_of("believe me"), [b"a", b"b", b"c"], *frames_of(LARGE))
         log.one("rank 0 ignores a stranger at 127.0.0.1:", "no rank of this crew")
         party.chat.goes_on()
+        stranger.say(*frames_of("once more"))  # which is read when it has gone
     party.chat.goes_on()
     party.rank_2_is_well()
     with caller(party.links[0]) as other:  # when this has been told of, nothing more is to come

@@ -190,12 +190,7 @@ def test_ranks_that_compute_are_not_taken_for_dead_and_read_what_was_left_for_th
 
 def test_last_words_are_heard_while_others_talk(stack: ExitStack) -> None:
     """Rank 2 sends much and leaves; rank 0 comes to hear of it long after, amid other talk."""
-    links = [ZmqLink(rank, 3, timeout_s=SOON_S) for rank in range(3)]
-    for link in links:
-        stack.enter_context(link)
-        link.connect([each.card for each in links])
-    for link in links:
-        link.settle()
+    links = joined(3, stack)
     words = [torch.full((number * 1000,), number) for number in range(0, 900, 30)]
     for each in words:
         links[2].isend(each, to=0)
@@ -209,14 +204,20 @@ def test_last_words_are_heard_while_others_talk(stack: ExitStack) -> None:
         assert torch.equal(links[0].recv(2), each)
 
 
-def test_last_words_are_heard_by_a_rank_that_only_looks_now_and_then(stack: ExitStack) -> None:
-    """There are more of them than ZeroMQ hands over at once: for a moment none seem to be left."""
-    links = [ZmqLink(rank, 2, timeout_s=SOON_S) for rank in range(2)]
+def joined(size: int, stack: ExitStack) -> list[ZmqLink]:
+    """Links of one process with each other."""
+    links = [ZmqLink(rank, size, timeout_s=SOON_S) for rank in range(size)]
     for link in links:
         stack.enter_context(link)
         link.connect([each.card for each in links])
     for link in links:
         link.settle()
+    return links
+
+
+def test_last_words_are_heard_by_a_rank_that_only_looks_now_and_then(stack: ExitStack) -> None:
+    """There are more of them than ZeroMQ hands over at once: for a moment none seem to be left."""
+    links = joined(2, stack)
     for number in range(300):
         links[1].send([number, torch.zeros(100)], to=0)
     links[1].close()
@@ -232,12 +233,7 @@ def test_last_words_are_heard_by_a_rank_that_only_looks_now_and_then(stack: Exit
 
 def test_last_words_are_heard_by_a_rank_that_computes_between_messages(stack: ExitStack) -> None:
     """Each time it comes back there is more from those who are here, and from the one who left."""
-    links = [ZmqLink(rank, 4, timeout_s=SOON_S) for rank in range(4)]
-    for link in links:
-        stack.enter_context(link)
-        link.connect([each.card for each in links])
-    for link in links:
-        link.settle()
+    links = joined(4, stack)
     for number in range(8):
         for link in links[1:]:
             link.send(number, to=0)
@@ -247,6 +243,22 @@ def test_last_words_are_heard_by_a_rank_that_computes_between_messages(stack: Ex
         time.sleep(LAST_WORDS_S + 0.1)  # computes
         assert links[0].recv(1 + 2 * (number % 2)) == number // 2
     assert [links[0].recv(2) for _ in range(8)] == list(range(8))
+
+
+def test_last_words_are_heard_behind_many_messages_of_others(stack: ExitStack) -> None:
+    """ZeroMQ looks only now and then for those who have something to say again."""
+    links = joined(3, stack)
+    for number in range(60):
+        links[1].send(number, to=0)
+    assert links[0].recv(1) == 0
+    for number in range(3):
+        links[2].send(number, to=0)
+    links[2].close()
+    until(lambda: links[0]._peers[2].guest.broken_at, "rank 0's gate knows that rank 2 has left")
+    assert links[0].recv(1) == 1
+    time.sleep(LAST_WORDS_S + 0.1)  # computes
+    assert [links[0].recv(1) for _ in range(58)] == list(range(2, 60))
+    assert [links[0].recv(2) for _ in range(3)] == list(range(3))
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
@@ -292,3 +304,47 @@ def test_ctrl_c_in_the_ranks_themselves(nursery: Nursery, waiting: Path) -> None
         codes = crew.end()
     assert time.monotonic() - begun < PROMPT_S
     assert set(codes) <= {130, -signal.SIGINT}, crew.said
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, torch, shoal
+with shoal.join() as crew:
+    link = crew.link("zmq")
+    if crew.rank == 0:
+        job = link.isend(torch.ones(2**27), to=1)
+        crew.barrier()
+    if crew.rank == 2:
+        for number in range(1000):
+            link.isend(number, to=1)
+        crew.barrier()
+    if crew.rank == 1:
+        job = link.irecv(0)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            job.wait()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        for get in (job.wait, lambda: [link.recv(2) for _ in range(1000)]):
+            try:
+                got = get()
+                assert len(got) == 2**27 or got == list(range(1000))
+                print("all is here", flush=True)
+            except shoal.WireError as error:
+                print(error, flush=True)
+        crew.barrier()
+"""
+
+
+def test_what_an_interrupt_has_cost_is_told_and_nobody_else_blamed(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """The next message was taken for a part of the one before: other ranks were dropped for it."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    crew = Ranks(nursery, tmp_path, 3, str(script))
+    assert crew.end() == [0, 0, 0], crew.said
+    told = crew.ranks[1].out.splitlines()
+    assert told[0] == "interrupted"
+    lost = "was interrupted in the midst of a message (KeyboardInterrupt), which is lost"
+    assert all(lost in each or each == "all is here" for each in told[1:]), crew.said
+    assert "dropped" not in crew.said

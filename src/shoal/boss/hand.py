@@ -49,12 +49,15 @@ from shoal.pipeline.schedule import Schedule, backward_only, forward_only, make_
 from shoal.pipeline.stage import Arrival, Roots, Stage, arrivals_of, needing
 from shoal.pipeline.timeline import Timeline
 from shoal.wire.inbox import ReceiveJob
+from shoal.wire.link import Job
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 from shoal.wire.zmq_link import ZmqLink
 
 BOSS = 0
 REPORT_S = 2.0
 WAIT_S = 60.0
+LOOK_S = 1.0
+"""Between two looks whether the boss has called off what others do not take."""
 """The longest single wait; of longer ones there are several."""
 DATA_TAGS = ("forward ", "backward ", "input ", "gradient ", "target ")
 
@@ -290,12 +293,18 @@ class Hand:
 
     # -- with the boss -----------------------------------------------------------------------------
 
-    def _wait(self, job: ReceiveJob) -> Tree:
+    def _wait(self, job: Job | ReceiveJob) -> Tree:
         """For a message, however long: the boss knows when it is too late, and calls off."""
-        self._wait_any(job, self._abort)
-        if self._abort.is_over:
-            self._link.give_up(job)
-            raise _Aborted
+        if isinstance(job, ReceiveJob):
+            self._wait_any(job, self._abort)
+            if self._abort.is_over:
+                self._link.give_up(job)
+                raise _Aborted
+        while not job.done():  # another worker is to take what was sent to it
+            if self._abort.is_over:
+                raise _Aborted
+            with suppress(WireError):
+                job.wait(LOOK_S)
         return job.wait(0)
 
     def _wait_any(self, *jobs: ReceiveJob) -> None:

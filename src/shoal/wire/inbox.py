@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import operator
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shoal.errors import PeerSilent, ShoalError, WireError
 from shoal.wire.front import Front
@@ -29,6 +31,8 @@ WaitUntil = Callable[[Callable[[], bool], float], bool]
 
 MAX_IDLE_QUEUES = 1000
 MAX_BACKLOG_BYTES = 64 * 2**20
+BARE_MESSAGE_BYTES = 1024
+"""About what a message takes that holds next to nothing."""
 _NOTHING = torch.empty(0)
 
 
@@ -59,7 +63,11 @@ class Arrival:
     def room(self, number: int) -> memoryview:
         """Where the bytes of a slot go: in place, where the asker brought a place."""
         place = self._places.get(number)
-        self._tensors[number] = allocate(self.front.slots[number]) if place is None else place
+        if place is None:
+            self._tensors[number] = allocate(self.front.slots[number])
+        else:
+            self._tensors[number] = place
+            increment_version(place)  # or autograd would not know that what it saved has changed
         return self.memory(number)
 
     def memory(self, number: int) -> memoryview:
@@ -136,8 +144,8 @@ class Inbox:
         self.is_aligned = False
         """Whether tensors are copied that did not come to lie where torch puts its own."""
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._num_waiting = 0
+        self._waiting: list[threading.Lock] = []
+        """Of those who wait for others: each is released when something has changed."""
         self._queues: dict[Key, _Queue] = {}
         self._arriving: set[Arrival] = set()
         self._lost: dict[int, ShoalError] = {}
@@ -160,8 +168,7 @@ class Inbox:
                 job._fail(WireError("the link was closed") if self._closed else self._lost[peer])
             else:
                 queue.jobs.append(job)
-            if self._num_waiting:
-                self._changed.notify_all()
+            self._wake()
         return job
 
     # -- the transport -----------------------------------------------------------------------------
@@ -211,29 +218,39 @@ class Inbox:
 
     def _hand_over(self, queue: _Queue, tree: Tree, peer: int, front: Front) -> None:
         """To whoever asks, now or later. With the lock held."""
+        if not self._give(queue, tree):
+            behind = sum(front.sizes[slot] for slot in front.behind)
+            size = BARE_MESSAGE_BYTES + front.size + behind
+            queue.messages.append((tree, size))
+            self._backlog[peer] += size
+
+    def _give(self, queue: _Queue, tree: Tree) -> bool:
+        """To the first of those who wait whom it fits, if any. With the lock held."""
         self._wake()
         while queue.jobs:
             if queue.jobs.popleft()._finish(tree):
-                return
-        size = sum(front.sizes)
-        queue.messages.append((tree, size))
-        self._backlog[peer] += size
+                return True
+        return False
 
     def has_room(self, peer: int) -> bool:
         """Whether it is time to receive more from `peer`: little is waiting, or someone is."""
         if self._closed or self._backlog[peer] < MAX_BACKLOG_BYTES:
             return True
-        return any(queue.jobs for (p, _), queue in self._queues.items() if p == peer)
+        queues = self._queues.copy()  # whoever asks for a new tag meanwhile adds to them
+        return any(queue.jobs for (p, _), queue in queues.items() if p == peer)
 
     def stir(self) -> None:
         """Wake those who wait for someone else to receive: it is their turn."""
-        if self._num_waiting:
+        if self._waiting:
             with self._lock:
                 self._wake()
 
     def _wake(self) -> None:
-        if self._num_waiting:
-            self._changed.notify_all()
+        """With the lock held. Whoever waits needs it no more to go on: not so a Condition's."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each.release()
 
     def _queue(self, peer: int, tag: str) -> _Queue:
         queue = self._queues.get((peer, tag))
@@ -306,24 +323,32 @@ class Inbox:
     def withdraw(self, job: ReceiveJob) -> None:
         """Nobody will wait for this job any more: it must not take a message away."""
         with self._lock:
-            if job._done and job._error is None:  # it came in the last moment, first in its queue
-                tree = job._tree if job._into is None else _copied(job._tree)
-                self._queue(job.peer, job.tag).messages.appendleft((tree, 0))
             job._given_up = True
             queue = self._queue(job.peer, job.tag)
             if job in queue.jobs:
                 queue.jobs.remove(job)
+            if job._done and job._error is None:  # it came in the last moment, first in its queue
+                tree = job._tree if job._into is None else _copied(job._tree)
+                if not self._give(queue, tree):
+                    queue.messages.appendleft((tree, 0))
 
     def wait_for_others(self, condition: Callable[[], bool], limit_s: float) -> bool:
         """Wait for what another thread delivers."""
-        if condition():
-            return True
-        with self._lock:
-            self._num_waiting += 1
-            try:
-                return self._changed.wait_for(condition, limit_s)
-            finally:
-                self._num_waiting -= 1
+        deadline = time.monotonic() + limit_s
+        bell = threading.Lock()
+        bell.acquire()
+        while not condition():
+            with self._lock:
+                if condition():
+                    return True
+                self._waiting.append(bell)
+            left = deadline - time.monotonic()
+            if left <= 0 or not bell.acquire(timeout=left):
+                with self._lock:
+                    if bell in self._waiting:
+                        self._waiting.remove(bell)
+                return condition()
+        return True
 
 
 class ReceiveJob:
@@ -347,8 +372,8 @@ class ReceiveJob:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it will never be here."""
-        return self._error is not None
+        """Whether it will never be here. Then it is over, too."""
+        return self._done and self._error is not None
 
     def done(self) -> bool:
         """Whether it is here. Asking moves things along, where nobody else does."""
@@ -373,18 +398,26 @@ class ReceiveJob:
 
     def _finish(self, tree: Tree, is_in_place: bool = False) -> bool:
         """False: it does not fit the places that were brought; it is for the next who asks."""
-        self._done = True
+        fault = ""
         if self._into is None or is_in_place:
             self._tree = tree
-        elif fault := _misfit(self._into, tree):
+        else:
+            fault = _misfit(self._into, tree) or self._fill(tree)
+        if fault:
             tag = f" with tag {self.tag!r}" if self.tag else ""
             self._error = WireError(
                 f"{fault}. The message{tag} from rank {self.peer} waits for the next recv()."
             )
-            return False
-        else:
-            self._tree = _fill(self._into, tree)
-        return True
+        self._done = True  # last: whoever waits does not hold the lock
+        return not fault
+
+    def _fill(self, tree: Tree) -> str:
+        """Put what came, which fits, into the places that were brought; why not, if not."""
+        try:
+            self._tree = _filled(self._into, tree)
+        except RuntimeError as error:  # of torch's: whoever asked is at fault, not who receives
+            return f"into= cannot be filled: {error}"
+        return ""
 
     def _fail(self, error: ShoalError) -> None:
         self._error, self._done = error, True
@@ -401,10 +434,10 @@ def _misfit(into: Tree, tree: Tree) -> str:
     return f"into= has {_described(expected)}; what came has {_described(actual)}"
 
 
-def _fill(into: Tree, tree: Tree) -> Tree:
+def _filled(into: Tree, tree: Tree) -> Tree:
     """What came, with its tensors in the places of `into`, which fit."""
     places, tensors = tensors_of(into), tensors_of(tree)
-    with torch.no_grad():
+    with torch.inference_mode():  # also into tensors that were made so
         for path, place in places.items():
             place.copy_(tensors[path])
     return with_tensors(tree, places)

@@ -32,7 +32,7 @@ import zmq
 
 from shoal.errors import KeyFileError
 from shoal.settings import config_folder
-from shoal.wire.meanwhile import held, is_over, lock_of
+from shoal.wire.meanwhile import held, is_over, lock_of, turn
 
 KEY_LENGTH = 40
 Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -154,6 +154,10 @@ def _check_secrecy(path: Path, status: os.stat_result) -> None:
 def _taken(path: Path, name: str) -> str:
     if path.is_dir():
         return f"{path} exists already, and is a folder. Name a file: {path / 'key'}, for one."
+    if path.is_symlink() and not path.exists():
+        return (
+            f"{path} is a link to {path.readlink()}, where nothing is. Delete it, or name a file."
+        )
     try:
         line = f"{read_pair(path).public} {name}"
     except KeyFileError as error:
@@ -264,13 +268,15 @@ def authorized_meanwhile(path: Path, public: str, name: str) -> Iterator[None]:
         with _explained(f"{path} cannot be written", remedy):
             _make_private(path.parent)
             line = f"{public} {stack.enter_context(held(path.parent, name))}\n"
-            before = _that_count(path)
-            gap = "" if not before or before.endswith("\n") else "\n"
-            _put(path, before + gap + line)
+            with turn(path.parent):
+                before = _that_count(path)
+                gap = "" if not before or before.endswith("\n") else "\n"
+                _put(path, before + gap + line)
         try:
             yield
         finally:
-            with _explained(f"{path} cannot be written", f"Take the line of {public} out of it."):
+            remedy = f"Take the line of {public} out of it."
+            with _explained(f"{path} cannot be written", remedy), turn(path.parent):
                 _put(path, _that_count(path).replace(line, ""))
 
 
@@ -290,7 +296,8 @@ def _that_count(path: Path) -> str:
 
 
 def _put(path: Path, content: str) -> None:
-    """Whole or not at all; who may read and write it stays as it was."""
+    """Whole or not at all; who may read and write it stays as it was, and a link stays a link."""
+    path = path.resolve()
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
     with _written(path.parent, content, mode) as written:
         written.replace(path)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shoal.closing import Closing
-from shoal.errors import PeerLost, PeerSilent, reason_of
+from shoal.errors import PeerSilent, ShoalError, WireError, reason_of
 from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.slots import keep_memory
 from shoal.wire.terms import check_places, check_seconds, check_way
@@ -108,18 +108,34 @@ class Link(Closing):
         """What has come, and is waited for, with a tag that begins so: forget it."""
         self._inbox.discard(beginnings)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._inbox.is_closed
+
+    def lost(self, rank: int) -> ShoalError:
+        """Why nothing more will come from a rank that is lost. To be raised."""
+        return self._inbox.lost(rank)
+
     def silence(self, limit_s: float = 0.0) -> PeerSilent | None:
         """Of a rank that will never answer again, if there is one, or soon turns out to be.
 
         Looks for it: who has talked to other ranks only has not noticed.
         """
-        if not self._inbox.is_closed:
+        if not self.is_closed:
             self._inbox.wait_until(lambda: self._inbox.silence is not None, limit_s)
         return self._inbox.silence
 
     @abstractmethod
-    def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
-        """Like send, but at once. The tensors must not be changed until the job is done."""
+    def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
+        """Like send, but at once. The tensors must not be changed until the job is done.
+
+        lend: that may be when the other has received it, however long that takes. Where both are on
+            one host, large tensors are then not sent, but read from where they lie.
+        """
+
+    def lends_to(self, rank: int) -> bool:
+        """Whether what is lent to that rank is read from where it lies."""
+        return False
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Waits that are under way end with an error.
@@ -131,8 +147,15 @@ class Link(Closing):
 
     def close_after(self, error: BaseException) -> None:
         """Leave at once, telling the others why."""
-        self.close(HASTE_S, "" if isinstance(error, PeerLost) else reason_of(error))
+        self.close(HASTE_S, reason_of(error))
 
 
 def has_left(name: str, reason: str) -> str:
     return f"{name} has left" + (f": it ended with {reason}" if reason else "")
+
+
+def not_taken(name: str, limit_s: float) -> WireError:
+    return WireError(
+        f"waited {limit_s:g} s for {name} to take a message; it did not. It still may: until then "
+        "the tensors of that message must stay as they are"
+    )

@@ -8,15 +8,47 @@ folder, is locked. No process id could tell as much: it may be of another host, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.errors import KeyFileError
+
 _NAME = re.compile(r".+ \(while ([a-z]+-[0-9a-f]{8}\.lock) is held\)")
+TURN_S = 10.0
+"""Whoever has a turn needs milliseconds, unless it is frozen."""
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """Only one at a time reads and writes files there, of those who ask for their turn."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + TURN_S
+        while not _has_turn(descriptor):
+            if time.monotonic() > deadline:
+                reason = f"another shoal has been changing it for {TURN_S:g} s. Is one frozen?"
+                raise TimeoutError(errno.ETIMEDOUT, reason)
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _has_turn(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a folder cannot be locked on every file system: then there are no turns
+        return True
+    return True
 
 
 @contextmanager
@@ -25,7 +57,14 @@ def held(folder: Path, name: str) -> Iterator[str]:
     lock = folder / f"{name}-{secrets.token_hex(4)}.lock"
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # a home on a server, perhaps
+            raise KeyFileError(
+                f"nothing can be locked in {folder}: {error.strerror}. So nobody could tell how "
+                "long a key counts, and nobody was authorized. Keep keys on a disk of this "
+                "machine: export XDG_CONFIG_HOME=FOLDER, here and for the boss."
+            ) from error
         yield f"{name} (while {lock.name} is held)"
     finally:
         lock.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ class MemoryLink(Link):
         links += [cls(rank, links, size, timeout_s) for rank in range(size)]
         return links
 
-    def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
+    def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
         check_way(to, tag, self.rank, self.size)
         if not self._open:
             raise WireError("the link was closed")

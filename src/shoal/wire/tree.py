@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, TypeAlias
 
 import torch
@@ -39,6 +40,15 @@ def with_tensors(tree: Tree, tensors: dict[Path, torch.Tensor], path: Path = ())
         named: Any = getattr(tree, "_make", type(tree))  # a named tuple, or one of torch's own
         return named(inner)
     return tree
+
+
+def arrives_as_it_is(tree: Tree) -> bool:
+    """Whether a message can hold it, and makes nothing else of it (a tuple of a named tuple)."""
+    if type(tree) in (list, tuple, torch.Size):
+        return all(map(arrives_as_it_is, tree))
+    if type(tree) in (dict, OrderedDict):
+        return all(map(arrives_as_it_is, tree.values()))
+    return isinstance(tree, torch.Tensor | bool | int | float | str | bytes | None)
 
 
 def detached(tree: Tree) -> Tree:

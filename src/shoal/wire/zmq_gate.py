@@ -150,13 +150,16 @@ class Gate:
         if brings_all:
             self._bringing.add(descriptor)
 
-    def turn_away(self, frame: zmq.Frame, fault: str) -> None:
-        """A stranger said what means nothing: one line for it, whatever else it says."""
+    def turn_away(self, sender: bytes, frame: zmq.Frame, fault: str) -> None:
+        """A stranger said what means nothing: one line for it, whatever else it says.
+
+        sender: what it calls itself. What it said may be read when its connection is no more.
+        """
         descriptor = int(frame.get(zmq.SRCFD))
-        self._known[descriptor] = None  # no line more when it goes
+        self._known.setdefault(descriptor, None)  # no line more when it goes
         address = address_of(descriptor) or "an address that is not known"
         # One line each, not one for each message; nor for each connection of the same host.
-        keys = {(address, ""), (address.rpartition(":")[0], fault)}
+        keys = {(address, ""), (address.rpartition(":")[0], fault), (sender.hex(), "")}
         if keys & self._told or len(self._told) >= MAX_TOLD:
             return
         self._told |= keys
@@ -248,7 +251,7 @@ class Gate:
                 self._bringing.discard(value)
                 if guest:
                     guest.has_ended |= brought_all
-                    self._break(guest)
+                    self.note_broken(guest)
                 return
             host, fault = self._faults.pop(0) if self._faults else ("", NO_RANK)
             self._tell(address or host, fault)
@@ -280,13 +283,14 @@ class Gate:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             guest.refusal = "it refused this rank's key; its own log says why"
         elif event == zmq.EVENT_DISCONNECTED and guest.is_connected:
-            self._break(guest)
+            self.note_broken(guest)
         elif event == zmq.EVENT_DISCONNECTED:
             guest.refusal = guest.refusal or "what answers there is no rank, or has another key"
         elif event == zmq.EVENT_CLOSED:
             guest.refusal = guest.refusal or "nothing listens there, or no way leads there"
 
-    def _break(self, guest: Guest) -> None:
+    def note_broken(self, guest: Guest) -> None:
+        """Our connection to it, or its to us."""
         guest.broken_at = guest.broken_at or time.monotonic()
         self.has_broken = True
 

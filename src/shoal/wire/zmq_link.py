@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,33 +29,38 @@ import zmq
 
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.network import is_loopback
-from shoal.wire import front, zmq_sockets
+from shoal.wire import front, lending, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import ReceiveJob
+from shoal.wire.lending import Seals, TakenBack, is_readable
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.terms import check_way, seconds
+from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_peer import Peer
+from shoal.wire.zmq_jobs import SEND_TURN_S, LendJob, SendJob
+from shoal.wire.zmq_peer import Loan, Peer
 from shoal.wire.zmq_pieces import (
     LAST,
+    MORE,
     Due,
     SentMemory,
     check_size,
     is_whole,
+    is_worth_lending,
     send,
     send_pieces,
 )
 from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
 
-SEND_TURN_S = 0.005
 LAST_WORDS_S = 1.0
 """After a connection broke: how long what is still under way may take to arrive, unless it is known
 that all is here."""
 
 PULSE_GRACE_S = 0.2
-HELLO, GOODBYE, DROPPED = b"h", b"g", b"d"
-"""Signs: messages of one byte, the last two with a reason behind."""
+HELLO, BORROWER, GOODBYE, DROPPED, LENT, TAKEN = b"h", b"b", b"g", b"d", b"l", b"t"
+"""Signs: one byte. Behind it a reason (goodbye, dropped), a front and addresses (lent), a message's
+number (taken). A borrower says hello, and can read what is lent to it."""
+NUMBER = struct.Struct("<Q")
 MAX_REASON_LETTERS = 500
 MAX_CALL_BYTES = 64 * 1024
 OnCall = Callable[[bytes, bytes, str], bytes | None]
@@ -111,7 +117,13 @@ class ZmqLink(Link):
             self._context.term()
             where = f"port {port} of {address}" if port else address
             raise WireError(f"rank {rank} cannot listen on {where}: {error}") from error
-        self.card = Card(endpoint, secrets.token_hex(16), keys.pair.public if keys else "")
+        self._seals = Seals(size) if is_loopback(address) else None
+        self.card = Card(
+            endpoint,
+            secrets.token_hex(16),
+            keys.pair.public if keys else "",
+            self._seals.lender if self._seals else None,
+        )
         self._name = f"rank {rank}"
         self._peers: dict[int, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
@@ -158,12 +170,14 @@ class ZmqLink(Link):
                 front.Packer(self._limit_bytes),
                 front.FrontReader(self._limit_bytes),
             )
+            if self._seals and card.lender and is_readable(card.lender, self.rank):
+                peer.lender = card.lender
             self._by_identity[identity(rank, self.card.token)] = peer
             self._by_pulse[identity(rank, self.card.token, PULSE)] = peer
             for each in (dealer, pulse):
                 each.connect(card.endpoint)
                 with suppress(zmq.Again):  # it was refused already; `settle` will say so
-                    each.send(HELLO, zmq.DONTWAIT)
+                    each.send(BORROWER if peer.lender else HELLO, zmq.DONTWAIT)
         self._gate.open()
 
     def _dealer(self, card: Card, guest: Guest, what: str) -> zmq.Socket[bytes]:
@@ -206,21 +220,21 @@ class ZmqLink(Link):
         if peer.guest.is_connected and peer.has_come:
             return ""
         if peer.is_gone:
-            return str(self._inbox.lost(peer.rank))
+            return str(self.lost(peer.rank))
         if not peer.guest.is_connected:
             return peer.guest.refusal or "it cannot be reached (is a firewall between us?)"
         return "it can be reached, but it does not reach us"
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def isend(self, tree: Tree, to: int, tag: str = "") -> Job:
+    def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
         check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
                 raise WireError("the link was closed")
             if peer.is_gone:
-                raise self._inbox.lost(to)
+                raise self.lost(to)
             number = peer.num_sent
             head, buffers = peer.packer.pack(tree, tag, number)
             peer.num_sent += 1
@@ -228,13 +242,26 @@ class ZmqLink(Link):
                 if not buffers:
                     send(peer.dealer, head, LAST)
                     return DONE
-                return _SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
+                if lend and peer.borrows and is_worth_lending(buffers):
+                    return self._lend(peer, head, number, buffers)
+                return SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
                 broken = PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}")
         # Its last words, with the reason why it left, may have come and not been received.
         if self._pump_until(lambda: peer.is_gone, 2 * self._last_words_s):
-            raise self._inbox.lost(to)
+            raise self.lost(to)
         raise broken
+
+    def _lend(self, peer: Peer, head: bytes, number: int, buffers: list[front.Memory]) -> Job:
+        addresses = [buffer.ctypes.data for buffer in buffers]
+        peer.lent[number] = Loan(buffers)
+        send(peer.dealer, LENT, MORE)
+        send(peer.dealer, head, MORE)
+        send(peer.dealer, struct.pack(f"<{len(addresses)}Q", *addresses), LAST)
+        return LendJob(self, peer, number)
+
+    def lends_to(self, rank: int) -> bool:
+        return self._peers[rank].borrows
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -263,31 +290,45 @@ class ZmqLink(Link):
         if limit_s < TURN_S and not self._router.poll(int(1000 * limit_s)):
             self._bury(is_quiet=True)
             return
+        sender, peer = b"", None
         try:
             sender = self._router.recv()
-        except zmq.Again:
-            self._bury(is_quiet=True)
-            return
-        self._frame = self._router.recv(copy=False)
-        self._has_more = self._frame.more
-        peer = self._by_identity.get(sender)
-        try:
+            self._frame = self._router.recv(copy=False)
+            self._has_more = self._frame.more
+            peer = self._by_identity.get(sender)
             if peer is None:
                 self._receive_pulse(sender)
                 return
             if peer.is_gone:
                 return
             self._receive(peer)
-            if self._has_more:
+            if self._has_more and not peer.has_gap:
                 raise WireError("more came than was announced")
+        except zmq.Again:
+            self._bury(is_quiet=True)
         except WireError as error:
-            self._refuse(peer, error)
+            self._refuse(sender, peer, error)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._has_more = bool(self._router.rcvmore)
+            if sender or self._has_more:  # not while we waited: something had come, and is lost
+                self._tear(error)
+            raise
         finally:
             while self._has_more:  # the rest of a message that was not understood
                 self._next()
             self._frame = _NO_FRAME  # or its memory could not be had for the next
             if self._gate.has_broken:
                 self._bury(is_quiet=False, heard=peer)
+
+    def _tear(self, why: BaseException) -> None:
+        """A message was being received, and is lost; nobody can say whose."""
+        error = WireError(
+            f"{self._name} was interrupted in the midst of a message ({type(why).__name__}), which "
+            "is lost: nothing more can be received by this link"
+        )
+        for peer in self._peers.values():
+            peer.has_gap = True
+            self._inbox.lose(peer.rank, error)
 
     def give_up(self, job: ReceiveJob) -> None:
         self._inbox.withdraw(job)
@@ -336,16 +377,12 @@ class ZmqLink(Link):
         if len(data) == 1:  # also between two pieces: whoever was interrupted there says goodbye
             self._receive_sign(peer, frame)
             return
+        if peer.has_gap:
+            return
         if peer.due is not None:
             self._receive_piece(peer, peer.due, data)
             return
-        count, read = peer.reader.read(data)
-        if count != peer.num_received:
-            raise WireError(f"message {count} came, {peer.num_received} was due")
-        peer.num_received += 1
-        contents: list[Any] = []
-        if read.small:
-            contents = [bytearray(data[start:end]) for _, start, end in read.small]
+        count, read, contents = self._receive_front(peer, data)
         if read.behind:
             if not is_whole(read):
                 peer.due = Due(self._inbox, peer.rank, count, read, contents)
@@ -356,22 +393,67 @@ class ZmqLink(Link):
             contents.insert(slot, piece)
         self._inbox.deliver_whole(peer.rank, read, contents)
 
+    def _receive_front(self, peer: Peer, data: memoryview) -> tuple[int, front.Front, list[Any]]:
+        """The number of a message, what its front says, and the small buffers in it."""
+        count, read = peer.reader.read(data)
+        if count != peer.num_received:
+            raise WireError(f"message {count} came, {peer.num_received} was due")
+        peer.num_received += 1
+        contents: list[Any] = []
+        if read.small:
+            contents = [bytearray(data[start:end]) for _, start, end in read.small]
+        return count, read, contents
+
+    def _borrow(self, peer: Peer) -> None:
+        """A message whose large buffers lie in the memory of `peer`."""
+        if peer.lender is None or peer.due is not None:
+            raise WireError("it lends what nobody can borrow")
+        count, read, contents = self._receive_front(peer, self._next().buffer)
+        offer = self._next().buffer
+        check_size(len(offer), NUMBER.size * len(read.behind))
+        arrival = self._inbox.arrive(peer.rank, read)
+        for (slot, _, _), content in zip(read.small, contents, strict=True):
+            arrival.take(slot, content)
+        places = [arrival.room(slot) for slot in read.behind]
+        try:
+            addresses = [at for (at,) in NUMBER.iter_unpack(offer)]
+            lending.read(peer.lender, self.rank, addresses, places)
+        except TakenBack as error:
+            if is_readable(peer.lender, self.rank):
+                raise WireError("it lent memory that it does not have") from error
+            peer.has_gap = True
+            self._gate.note_broken(peer.guest)  # it is leaving: its last words may say why
+            return
+        self._inbox.deliver(arrival)
+        with suppress(zmq.Again), peer.lock:  # if its connection broke, that is found out soon
+            send(peer.dealer, TAKEN, MORE)
+            send(peer.dealer, NUMBER.pack(count), LAST)
+
     def _receive_piece(self, peer: Peer, due: Due, stamp: memoryview) -> None:
         due.check(stamp)
         if due.fill(self._next_into(due.place)):
             peer.due = None
 
     def _receive_sign(self, peer: Peer, frame: zmq.Frame) -> None:
-        sign, reason = frame.bytes, ""
-        if sign == HELLO and not peer.has_come:
+        sign = frame.bytes
+        if sign == LENT:
+            if not peer.has_gap:
+                self._borrow(peer)
+        elif sign == TAKEN:
+            number = self._next().bytes
+            check_size(len(number), NUMBER.size)
+            peer.has_taken(*NUMBER.unpack(number))
+        elif sign in (HELLO, BORROWER) and not peer.has_come:
             peer.has_come = True
+            peer.borrows = sign == BORROWER and self._seals is not None
             self._gate.greet(frame, peer.guest, brings_all=True)
-            return
-        if sign not in (GOODBYE, DROPPED):
+        elif sign in (GOODBYE, DROPPED):
+            reason = self._next().bytes[:MAX_REASON_LETTERS] if self._has_more else b""
+            self._hear_farewell(peer, sign, reason.decode("utf-8", "replace").strip())
+        else:
             raise WireError("it sent a sign that means nothing")
-        if self._has_more:
-            text = self._next().bytes[:MAX_REASON_LETTERS]
-            reason = text.decode("utf-8", "replace").strip()
+
+    def _hear_farewell(self, peer: Peer, sign: bytes, reason: str) -> None:
         if sign == GOODBYE:
             self._drop(peer, PeerLost(has_left(peer.name, reason)))
         else:
@@ -397,22 +479,28 @@ class ZmqLink(Link):
 
     def _bury(self, is_quiet: bool, heard: Peer | None = None) -> None:
         """Give up those whose connection broke, when nothing of theirs is left to be received."""
+        # Has ZeroMQ look who has something to say: while there is something from others to be
+        # received it does so every 100 frames only, and nobody else has a turn until then.
+        self._router.get(zmq.EVENTS)
         for peer in self._peers.values():
             if peer.guest.broken_at and not peer.is_gone:
                 turns = 0 if is_quiet else 2 * self.size
                 if peer.has_said_all(peer is heard, turns, self._last_words_s):
                     self._drop(peer, PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}"))
 
-    def _refuse(self, peer: Peer | None, error: WireError) -> None:
+    def _refuse(self, sender: bytes, peer: Peer | None, error: WireError) -> None:
         if peer is not None:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             self._drop(peer, PeerLost(f"{self._name} dropped {peer.name}: {error}"))
             self._send_sign(peer, DROPPED, str(error))
             return
-        self._gate.turn_away(self._frame, str(error))
+        self._gate.turn_away(sender, self._frame, str(error))
 
     def _drop(self, peer: Peer, error: PeerLost) -> None:
+        if self._seals:
+            self._seals.break_for(peer.rank)  # it may only be gone for us, and read it later
         peer.is_gone = True
+        peer.take_back()
         peer.due = None
         self._inbox.lose(peer.rank, error)
 
@@ -425,14 +513,18 @@ class ZmqLink(Link):
             self._say_goodbye(farewell_s, reason)
             super().close(farewell_s, reason)
             self._is_closed = True
+            if self._seals:
+                self._seals.close()
             self._gate.close()
             for peer in self._peers.values():
+                peer.take_back()
                 peer.dealer.close(linger=0)
                 peer.pulse.close(linger=0)
             self._router.close(linger=0)
             self._context.term()
 
     def _say_goodbye(self, farewell_s: float, reason: str) -> None:
+        """Who leaves because of an error does not wait for others to take what was lent."""
         deadline = time.monotonic() + farewell_s
         parting: list[tuple[Peer, SentMemory]] = []
         for peer in self._peers.values():
@@ -445,10 +537,11 @@ class ZmqLink(Link):
             parting = [
                 (peer, buffer)
                 for peer, buffer in parting
-                if not (buffer.is_free() or peer.is_gone or peer.guest.broken_at)
+                if not (peer.is_gone or peer.guest.broken_at)
+                and (not buffer.is_free() or (peer.lent and not reason))
             ]
-            if parting:
-                parting[0][1].is_free(SEND_TURN_S)
+            if parting and parting[0][1].is_free(SEND_TURN_S):
+                self._router.poll(int(1000 * SEND_TURN_S))  # for "taken"
 
     def _send_sign(self, peer: Peer, sign: bytes, reason: str) -> SentMemory | None:
         """What tells that it has gone; None if there is no connection any more."""
@@ -467,33 +560,3 @@ class ZmqLink(Link):
 
 _NO_FRAME = zmq.Frame()
 _DEAD = "its connection broke or it gave no sign of life. It was killed, is frozen, or is cut off"
-
-
-class _SendJob(Job):
-    """Done when ZeroMQ has let go of every buffer."""
-
-    def __init__(self, link: ZmqLink, peer: Peer, buffers: list[SentMemory]) -> None:
-        self._link = link
-        self._peer = peer
-        self._buffers = buffers
-
-    def done(self) -> bool:
-        return self._link._pump_until(self._is_over, 0)
-
-    def _is_over(self) -> bool:
-        return self._peer.is_gone or all(buffer.is_free() for buffer in self._buffers)
-
-    def wait(self, timeout_s: float | None = None) -> Tree:
-        limit_s = seconds(timeout_s, self._link.timeout_s)
-        deadline = time.monotonic() + limit_s
-        for buffer in self._buffers:
-            # Receive meanwhile: two ranks that send much to each other would else wait for ever.
-            while not buffer.is_free(SEND_TURN_S):
-                if self._peer.is_gone:
-                    raise self._link._inbox.lost(self._peer.rank)
-                if time.monotonic() > deadline:
-                    raise WireError(
-                        f"waited {limit_s:g} s for {self._peer.name} to take a message; it did not"
-                    )
-                self._link._pump_until(self._is_over, 0)
-        return None

@@ -13,14 +13,18 @@ import zmq
 from shoal.network import is_loopback
 from shoal.wire import front
 from shoal.wire.keys import KeyPair
+from shoal.wire.lending import Lender
 from shoal.wire.zmq_pieces import WHOLE_BYTES
 
 RECEIVE_QUEUE = 4
 """Zmq messages of each peer that wait in this process for someone to receive them: pieces that are
 copied out soon are still in the cache."""
-LOOPBACK_BYTES = 600 * 1024
+LOOPBACK_BYTES = 400 * 1024
 """Under way within one host: what is copied out while it is still in the cache costs a fifth less
 time. On a network the system knows best how much it needs."""
+LOOPBACK_ROOM_BYTES = 2**20
+"""For what is under way within one host. What the system would give grows only with what has come:
+some connections never have room for a message of half a megabyte, and take half as long again."""
 TURN_S = 0.1
 """How long to wait for a message before looking after other things."""
 BEAT_S = 1.0
@@ -37,6 +41,8 @@ class Card(msgspec.Struct, frozen=True):
     token: str
     """Whoever connects must know it."""
     public_key: str = ""
+    lender: Lender | None = None
+    """Where it lends memory to those of its own host."""
 
 
 def identity(rank: int, token: str, what: str = "") -> bytes:
@@ -57,6 +63,8 @@ def listen(socket: Socket, address: str, port: int) -> str:
     """On a port of an address, or on a free one (0). Returns where."""
     host = f"[{address}]" if ":" in address else address
     socket.ipv6 = ":" in address
+    if is_loopback(address):
+        socket.rcvbuf = LOOPBACK_ROOM_BYTES
     if port:
         socket.bind(f"tcp://{host}:{port}")
     else:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,17 @@ def test_a_frozen_peer_is_named_while_sending(mute: DistLink) -> None:
         mute.send(filled(64 * 2**20, 1), to=1)
 
 
+def test_a_message_to_a_frozen_peer_does_not_stay_under_way_for_ever(mute: DistLink) -> None:
+    """Also where its sender never waits, and only asks."""
+    job = mute.isend(filled(64 * 2**20, 1), to=1)
+    deadline = time.monotonic() + SOON_S
+    while not job.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1: no sign of life"):
+        job.wait()
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["known", "not known yet"])
 def test_closing_does_not_wait_for_a_peer_that_is_frozen(mute: DistLink, known: bool) -> None:
     """No longer, that is, than it takes to find that it is."""
@@ -155,6 +167,24 @@ def test_two_ranks_that_leave_at_the_same_moment_both_say_goodbye(join: Join) ->
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(leave, links))
         check_parted(links)
+
+
+def test_a_link_that_was_closed_holds_no_connections(join: Join) -> None:
+    """Crews keep their links until they end, and a script may open one for every epoch."""
+
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    for used in (False, True):
+        before = num_open()
+        links = join(hung_s=3)
+        if used:  # receives wait for more of the same
+            links[0].send(filled(2**20, 1), to=1)
+            links[1].recv(0)
+        assert num_open() > before
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(DistLink.close, links))
+        assert num_open() <= before
 
 
 def test_a_goodbye_that_comes_before_we_have_said_ours(
@@ -215,3 +245,14 @@ def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
     with pytest.raises(RuntimeError):
         come_back()
     assert not place.any()
+
+
+def test_room_that_was_copied_out_is_held_ready_only_for_its_own_length(join: Join) -> None:
+    """Of two buffers into places, the first came into room held ready, the last did not."""
+    links = join(hung_s=3)
+    first, last = filled(200_000, 1), filled(100_000, 2)
+    places = [torch.empty_like(first), torch.empty_like(last)]
+    jobs = [links[1].irecv(0), links[1].irecv(0, into=places), links[1].irecv(0)]
+    for message in ([first], [first, last], [last]):
+        links[0].send(message, to=1)
+    assert torch.equal(jobs[2].wait()[0], last)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from mounts import PAGE, disk, fill
+from processes import ENOUGH_S
 from zmq.utils import z85
 
 from shoal.errors import EXIT_USAGE, KeyFileError
-from shoal.wire import keys
+from shoal.wire import keys, meanwhile
 from shoal.wire.keys import (
     AuthorizedKeys,
     KeyPair,
@@ -205,11 +208,15 @@ def test_a_public_key_that_is_there_is_not_replaced_either(folder: Path) -> None
     assert (folder / "key.pub").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["key", "key.pub"])
-def test_nothing_is_written_through_a_symlink(folder: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault"), [("key", "where nothing is"), ("key.pub", "exists already")]
+)
+def test_nothing_is_written_through_a_symlink(
+    folder: Path, tmp_path: Path, name: str, fault: str
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     (folder / name).symlink_to(elsewhere)
-    assert "exists already" in refusal(write_pair, folder / "key", new_pair(), NAME)
+    assert fault in refusal(write_pair, folder / "key", new_pair(), NAME)
     assert not elsewhere.exists()
     assert [each.name for each in folder.iterdir()] == [name]
 
@@ -431,6 +438,7 @@ def test_a_public_file_can_be_appended_as_it_is(path: Path, listed: AuthorizedKe
 
 MEANWHILE = """
 import sys
+import threading
 from pathlib import Path
 from shoal.wire.keys import authorized_meanwhile
 with authorized_meanwhile(Path(sys.argv[1]), sys.argv[2], "workers"):
@@ -468,6 +476,69 @@ def test_of_two_that_run_at_a_time_neither_takes_the_other_out(listed: Authorize
             assert listed.name_of(HASHES)
         assert listed.name_of(CID)
         assert listed.name_of(HASHES) is None
+
+
+def test_those_that_come_and_go_at_once_do_not_undo_each_other(listed: AuthorizedKeys) -> None:
+    before = listed.path.read_text()
+    keys = [new_pair().public for _ in range(8)]
+    together = threading.Barrier(len(keys), timeout=ENOUGH_S)
+    seen = []
+
+    def work(key: str) -> None:
+        together.wait()
+        with authorized_meanwhile(listed.path, key, "workers"):
+            together.wait()
+            seen.append(listed.path.read_text().count(key))
+            together.wait()
+
+    threads = [threading.Thread(target=work, args=(key,)) for key in keys]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(ENOUGH_S)
+    assert seen == [1] * len(keys)
+    assert listed.path.read_text() == before
+
+
+def test_one_that_is_frozen_in_its_turn_is_not_waited_for_forever(
+    listed: AuthorizedKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meanwhile, "TURN_S", 0.1)
+    with (
+        meanwhile.turn(listed.path.parent),
+        pytest.raises(KeyFileError, match="another shoal has been changing it"),
+        authorized_meanwhile(listed.path, CID, "workers"),
+    ):
+        pass
+    assert [each.name for each in listed.path.parent.iterdir()] == ["authorized_keys"]
+
+
+def test_where_nothing_can_be_locked_the_remedy_is_another_disk(
+    listed: AuthorizedKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(meanwhile.fcntl, "flock", flock)
+    with (
+        pytest.raises(KeyFileError, match=r"No locks available\..* export XDG_CONFIG_HOME="),
+        authorized_meanwhile(listed.path, CID, "workers"),
+    ):
+        pass
+    assert [each.name for each in listed.path.parent.iterdir()] == ["authorized_keys"]
+
+
+def test_a_link_to_the_file_stays_one(listed: AuthorizedKeys, tmp_path: Path) -> None:
+    """As those have it who keep such files elsewhere."""
+    kept = tmp_path / "kept"
+    before = listed.path.read_text()
+    listed.path.rename(kept)
+    listed.path.symlink_to(kept)
+    with authorized_meanwhile(listed.path, CID, "workers"):
+        assert listed.name_of(CID)
+        assert CID in kept.read_text()
+    assert listed.path.readlink() == kept
+    assert kept.read_text() == before
 
 
 def test_comments_and_blank_lines(listed: AuthorizedKeys, caplog: Any) -> None:
