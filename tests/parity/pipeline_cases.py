@@ -10,16 +10,19 @@ one rank finds: "told" is what each rank heard of it, and how long that took.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
 import json
 import sys
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +45,20 @@ from pipeline_nets import (
     sequential,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.joined import JoinedPipeline
 from shoal.pipeline.build import as_module, materialise
+from shoal.pipeline.graph import read
+from shoal.pipeline.partition import Costs, stage_bytes
+from shoal.pipeline.profile import profile
 from shoal.settings import SCHEDULES, SYNCS
 from shoal.train.order import sample_order
 from shoal.wire.link import Link
+from shoal.wire.tree import tensors_of
 
 TIMEOUT_S = 30
 SEED = 100
@@ -134,13 +143,16 @@ def train_alone(
     optim = optimizer(trainable, **(options or SGD))
     losses = []
     for x, y in batches:
-        optim.zero_grad()
-        value = loss(model(*x) if isinstance(x, tuple) else model(x), y)
-        value.backward()
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optim.step()
-        losses.append(value.item())
+
+        def evaluate(x: Any = x, y: Any = y) -> torch.Tensor:
+            optim.zero_grad()
+            value = loss(model(*x) if isinstance(x, tuple) else model(x), y)
+            value.backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            return value
+
+        losses.append(optim.step(evaluate).item())
     return losses
 
 
@@ -343,6 +355,48 @@ def optimizer_of_torch(crew: shoal.JoinedCrew, name: str) -> None:
     assert with_state == own, "optimizer state for this stage's parameters, and for no others"
 
 
+LBFGS: dict[str, Any] = {
+    "optimizer": torch.optim.LBFGS, "lr": 0.3, "max_iter": 5, "history_size": 3
+}  # fmt: skip
+
+
+def lbfgs(crew: shoal.JoinedCrew, **options: Any) -> None:
+    """Its sums over all parameters are put together from those of the stages.
+
+    One batch again and again, which is what it is for: with others it blows up every rounding.
+    """
+    batches = batches_of_rows([31], torch.float64) * 5
+    together = Together(
+        crew,
+        fan_out(SEED + crew.rank).double(),
+        FAN_OUT_CUTS,
+        microbatches=3,
+        **{**LBFGS, **options},
+    )
+    state = together.run(batches)
+    evaluations = [each["func_evals"] for each in together.pipe.optimizer.state.values()]
+    assert len(evaluations) == 1
+    assert evaluations[0] > 2 * len(batches), "the case shows nothing"
+    assert not any(p.grad is not None for p in together.pipe.parameters())
+    own = {key: value for key, value in options.items() if key not in ("transport", "schedule")}
+    alone = fan_out().double()
+    losses = train_alone(alone, batches, **{**LBFGS, **own})
+    close(state, alone)
+    close_losses(together.losses, losses)
+
+
+def case_lbfgs(crew: shoal.JoinedCrew) -> None:
+    lbfgs(crew)
+
+
+def case_lbfgs_that_searches_lines(crew: shoal.JoinedCrew) -> None:
+    lbfgs(crew, lr=1.0, line_search_fn="strong_wolfe", schedule="gpipe", transport="dist")
+
+
+def case_lbfgs_that_is_clipped(crew: shoal.JoinedCrew) -> None:
+    lbfgs(crew, lr=0.03, clip_norm=1.0, schedule="sequential")
+
+
 def case_clipping(crew: shoal.JoinedCrew) -> None:
     """By the norm over all stages: some steps are scaled down, some are not."""
     norms = []
@@ -443,6 +497,16 @@ def odd_parameters(crew: shoal.JoinedCrew, **options: Any) -> None:
 
 def case_odd_parameters_with_adam(crew: shoal.JoinedCrew) -> None:
     odd_parameters(crew, optimizer=torch.optim.Adam, lr=0.01)
+
+
+def case_odd_parameters_with_lbfgs(crew: shoal.JoinedCrew) -> None:
+    batches = batches_of_rows([8], torch.float64) * 5
+    options = {**LBFGS, "lr": 1.0, "line_search_fn": "strong_wolfe"}
+    model = oddities(0.0).double()
+    state = Together(crew, model, ODDITIES_CUTS, microbatches=1, **options).run(batches)
+    alone = oddities(0.0).double()
+    train_alone(alone, batches, **options)
+    close(state, alone)
 
 
 def case_odd_parameters_clipped(crew: shoal.JoinedCrew) -> None:
@@ -669,6 +733,116 @@ def counted(pipe: JoinedPipeline) -> list[tuple[int, int]]:
     return seen
 
 
+class _Living(TorchDispatchMode):
+    """Bytes of memory that was first seen here and still is: whoever holds it, and be it autograd.
+
+    By weak references to the memory itself: most of it is known to no Python object.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        own = (*module.parameters(), *module.buffers())
+        self._others = {t.untyped_storage()._cdata for t in own}
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(made).values():
+            memory = tensor.untyped_storage()
+            if memory._cdata not in self._others and memory._cdata not in self._seen:
+                self._seen[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        return made
+
+    def num_bytes(self) -> int:
+        self._seen = {at: each for at, each in self._seen.items() if not each[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._seen.values())
+
+
+def living(pipe: JoinedPipeline) -> list[int]:
+    """From now on, after all that the stage does: bytes of what its forwards have made or got."""
+    seen: list[int] = []
+    stage, mode = pipe.stage, _Living(pipe.module)
+
+    def counting(real: Callable[..., Any], is_forward: bool) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with mode if is_forward else nullcontext():
+                result = real(*args)
+            seen.append(mode.num_bytes())
+            return result
+
+        return call
+
+    for name in ("forward", "backward", "backward_weights"):
+        setattr(stage, name, counting(getattr(stage, name), name == "forward"))
+    return seen
+
+
+def case_activations_in_bytes(crew: shoal.JoinedCrew) -> None:
+    """Whatever is put off: never more than what `stages` micro-batches need, none at the end."""
+    together = Together(crew, fan_out(), FAN_OUT_CUTS, schedule="1f1b", microbatches=7)
+    seen = living(together.pipe)
+    together.run(batches_of_rows([14] * 3))
+    assert max(seen) <= crew.size * seen[0], f"{crew.size} stages: {seen}"
+    assert seen[-1] == 0, f"kept after a step: {seen}"
+
+
+def case_memory_is_within_the_estimate(crew: shoal.JoinedCrew) -> None:
+    """Layers of which each keeps what came, and, where it is put off, the gradient that came."""
+    width, rows_of_each, num_layers = 128, 8192, 8
+    bounds = [num_layers * stage // crew.size for stage in range(crew.size + 1)]
+    torch.manual_seed(SEED)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+    x = torch.randn(rows_of_each, width)
+    graph = read(copy.deepcopy(model))
+    for schedule, num_kept in (("1f1b", crew.size), ("gpipe", 4)):
+        cuts = {crew.size: [str(bound) for bound in bounds[1:-1]]}
+        together = Together(
+            crew, model, cuts, schedule=schedule, microbatches=4, loss=F.mse_loss, **SGD
+        )
+        together.step(x, x)  # which opens connections, and the like
+        mine = bounds[together.pipe.stage_number : together.pipe.stage_number + 2]
+        largest = max(part.size for part in together.pipe._parts(rows_of_each))
+        units, values = profile(graph, {graph.inputs[0]: x[:largest]})
+        costs = Costs(num_kept=num_kept, bytes_per_parameter_byte=3)
+        limit = stage_bytes(units, values, *mine, costs)
+        with most_in_use() as most:
+            together.step(x, x)
+            together.step(x, x)
+        assert limit / 4 < max(most) - most[0] < limit, f"{max(most) - most[0]} for {limit}"
+
+
+@contextmanager
+def most_in_use() -> Iterator[list[int]]:
+    """Bytes that the C library has given away, looked at again and again meanwhile."""
+    told = ("arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "used")
+
+    class Info(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in (*told, "free", "top")]
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    is_over = threading.Event()
+    seen: list[int] = []
+
+    def look() -> None:
+        info = mallinfo()
+        seen.append(info.used + info.mapped)
+
+    def watch() -> None:
+        while not is_over.wait(0.0005):
+            look()
+
+    gc.collect()
+    look()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        watcher.join()
+
+
 def activations_kept(crew: shoal.JoinedCrew, schedule: str) -> None:
     """1f1b: micro-batches of as many stages as are from here on, or, where weight gradients are put
     off, as there are at all; gpipe: all."""
@@ -858,6 +1032,19 @@ def case_replicas_of_sums(crew: shoal.JoinedCrew) -> None:
     replicas(crew, "ring", reduction="sum", loss=loss, lr=0.01, schedule="gpipe")
 
 
+def case_replicas_with_lbfgs(crew: shoal.JoinedCrew) -> None:
+    x, y = rows(NUM_SAMPLES, 0, torch.float64)
+    alone, model = fan_out().double(), fan_out(SEED + crew.rank).double()
+    together = Together(crew, model, FAN_OUT_CUTS, stages=2, microbatches=3, sync="ring", **LBFGS)
+    loader = together.pipe.loader(TensorDataset(x, y), batch_size=NUM_SAMPLES, shuffle=False)
+    for _ in range(4):
+        for batch in loader:
+            together.step(*batch)
+    losses = train_alone(alone, [(x, y)] * 4, **LBFGS)
+    close(together.finish(), alone)
+    close_losses(together.losses, losses)
+
+
 def case_replicas_over_dist(crew: shoal.JoinedCrew) -> None:
     replicas(crew, "serial-ring", transport="dist")
 
@@ -888,6 +1075,104 @@ def case_replicas_accumulate(crew: shoal.JoinedCrew) -> None:
         (F.cross_entropy(alone(data.tensors[0][part]), data.tensors[1][part]) * 0.5).backward()
     optimizer.step()
     close(together.finish(), alone)
+
+
+def table_first() -> nn.Module:
+    """Whose gradients are sparse: some rows in each batch, some of them twice."""
+    torch.manual_seed(SEED)
+    table = nn.Embedding(40, 6, sparse=True)
+    layers = [table, nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batches_of_numbers(count: int) -> list[Batch]:
+    drawn = torch.Generator().manual_seed(SEED)
+    x = torch.randint(0, 40, (count, 14, 2), generator=drawn)
+    return [(each, each.sum(1) % 3) for each in x]
+
+
+class Tables(torch.optim.SparseAdam):
+    """For tables; other parameters go by plain steps."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        parameters = list(parameters)
+        self.others = [p for p in parameters if p.ndim != 2 or p.shape[0] != 40]
+        tables = [p for p in parameters if not any(p is other for other in self.others)]
+        super().__init__(tables or [nn.Parameter(torch.zeros(1))], lr)
+        self.rate = lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.others:
+            parameter.sub_(parameter.grad, alpha=self.rate)
+        return loss
+
+
+def case_clipping_of_sparse_gradients(crew: shoal.JoinedCrew) -> None:
+    """Which torch's own clipping does not take."""
+    batches = batches_of_numbers(6)
+    options = {"optimizer": torch.optim.SGD, "lr": 0.5, "clip_norm": 0.4}
+    model = table_first()
+    cuts = {2: ["2"], 4: ["1", "2", "4"]}
+    together = Together(crew, model, cuts, schedule="sequential", **options)
+    alone = table_first()
+    alone[0].sparse = False
+    train_alone(alone, batches, **options)
+    close(together.run(batches), alone)
+
+
+def case_replicas_with_sparse_gradients(crew: shoal.JoinedCrew) -> None:
+    """Each replica has gradients of other rows; what none has, the optimizer must not move."""
+    (x, y), *_ = batches_of_numbers(1)
+    kinds: list[tuple[str, Callable[..., torch.optim.Optimizer]]] = [
+        ("ring", torch.optim.SGD), ("ddp", torch.optim.SGD),
+        ("ring", Tables), ("ddp", Tables), ("central", Tables),
+    ]  # fmt: skip
+    for sync, kind in kinds:
+        together = Together(
+            crew, table_first(), {2: ["2"]}, stages=2, sync=sync, optimizer=kind, lr=0.1
+        )
+        alone = table_first()
+        optimizer = kind(alone.parameters(), lr=0.1)
+        for number in range(4):
+            # Other rows at each step: those of steps before are at rest.
+            batch = (x + number) % 40, y
+            loader = together.pipe.loader(TensorDataset(*batch), batch_size=14, shuffle=False)
+            for mine in loader:
+                together.step(*mine)
+            alone.zero_grad()
+            F.cross_entropy(alone(batch[0]), y).backward()
+            optimizer.step()
+        close(together.finish(), alone)
+
+
+class Sometimes(nn.Module):
+    """Uses its weights for some batches only; kept whole, as it cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.fc(x)) if x.sum() > 0 else x
+
+
+def case_replicas_without_gradients(crew: shoal.JoinedCrew) -> None:
+    """In the first stage one replica has some, and then none has."""
+    found = []
+    for sync in ("ring", "ddp"):
+        torch.manual_seed(SEED)
+        model = nn.Sequential(Sometimes(), nn.Linear(4, 3))
+        began = copy.deepcopy(model.get_parameter("0.fc.bias"))
+        together = Together(crew, model, {2: ["1"]}, stages=2, sync=sync, **SGD)
+        replica = crew.rank // 2
+        for sign in (1.0 if replica else -1.0, -1.0):
+            together.step(torch.full((3, 4), sign), torch.tensor([0, 1, 2]))
+        found.append(together.finish())
+    if crew.rank == 0:
+        assert not torch.equal(found[0]["0.fc.bias"], began), "the case shows nothing"
+    torch.testing.assert_close(found[0], found[1])
 
 
 # -- all of them -----------------------------------------------------------------------------------

@@ -190,6 +190,21 @@ def fault_no_loss_no_optimizer(crew: shoal.JoinedCrew) -> None:
     refused(crew, ["ModelError", "optimizer="], pipe.update)
 
 
+def fault_an_update_without_the_batch(crew: shoal.JoinedCrew) -> None:
+    cuts = ["b", "c", "d"][: crew.size - 1]
+    pipe = crew.pipeline(PairOut(), cuts=cuts, transport="dist", optimizer=torch.optim.LBFGS)
+    refused(crew, ["ModelError", "LBFGS computes the loss again", "pipe.step(x, y)"], pipe.update)
+
+
+def fault_gradients_that_a_step_would_drop(crew: shoal.JoinedCrew) -> None:
+    cuts = ["b", "c", "d"][: crew.size - 1]
+    pipe = crew.pipeline(
+        FanOut(), cuts=cuts, transport="dist", loss=F.cross_entropy, optimizer=torch.optim.LBFGS
+    )
+    pipe.backward(*rows(4, 0))
+    refused(crew, ["ModelError", "earlier backward()"], lambda: pipe.step(*rows(4, 0)))
+
+
 def fault_a_state_of_another_model(crew: shoal.JoinedCrew) -> None:
     cuts = ["b", "c", "d"][: crew.size - 1]
     pipe = crew.pipeline(PairOut(), cuts=cuts, transport="dist")
@@ -207,6 +222,14 @@ def hybrid_fault_unknown_sync(crew: shoal.JoinedCrew) -> None:
         ["SettingsError", "rinng", "ring"],
         lambda: crew.pipeline(sequential(), stages=2, sync="rinng", transport="dist"),
     )
+
+
+def hybrid_fault_rows_that_forward_makes_shorter(crew: shoal.JoinedCrew) -> None:
+    """By replicas of stages, and by replicas of models."""
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Flatten(), nn.Linear(8, 3))
+    words = ["ModelError", "0: max_norm=", "each replica", "torch.renorm"]
+    refused(crew, words, lambda: crew.pipeline(model, stages=2, cuts=["2"]))
+    refused(crew, words, lambda: crew.replicate(model))
 
 
 # -- what ends a run: rank 1 finds the fault, the others hear of it --------------------------------

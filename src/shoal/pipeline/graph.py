@@ -229,8 +229,13 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
 
 def tensors_used(graph: Graph) -> list[set[int]]:
     """Of each unit: the parameters and buffers that it uses, by id, but those only read."""
-    found = []
     only_read = _only_read(graph)
+    return [used - only_read for used in tensors_held(graph)]
+
+
+def tensors_held(graph: Graph) -> list[set[int]]:
+    """Of each unit: the parameters and buffers that its stage must have, by id."""
+    found = []
     kept = {node.name: node for node in graph.training.nodes if node.op == "get_attr"}
     roots = memory_roots(graph, graph.training.nodes)
     for node in graph.nodes():
@@ -242,7 +247,7 @@ def tensors_used(graph: Graph) -> list[set[int]]:
         if changes_in_place(node, graph.model) and roots[node.name] in kept:
             sources.append(kept[roots[node.name]])
         used |= {id(attribute(graph.model, str(source.target))) for source in sources}
-        found.append(used - only_read)
+        found.append(used)
     output = next(node for node in graph.training.nodes if node.op == "output")
     for source in output.all_input_nodes:  # what the model returns is put together by its last unit
         if source.op == "get_attr" and found:

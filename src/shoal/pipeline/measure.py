@@ -15,8 +15,8 @@ from shoal.wire.link import Link
 LARGE_BYTES = 1 << 20
 REPEATS = 3
 SLACK_IN_TURNS = 1.0
-MEMORY_SHARE = 0.9
-"""The part of free memory that stages may plan with."""
+MEMORY_SHARE = 0.75
+"""The part of free memory that tensors may take: the C library holds more than is in use."""
 
 
 def measure_costs(crew: Crew, link: Link, layout: Layout, *, in_turns: bool) -> Costs:
@@ -26,14 +26,18 @@ def measure_costs(crew: Crew, link: Link, layout: Layout, *, in_turns: bool) -> 
     """
     limits = crew.exchange("free memory", _free_bytes(crew))
     per_message = per_byte = 0.0
+    is_lent = False
     if crew.rank in (0, 1) and layout.stages > 1:
         small = _round_trip_s(crew.rank, link, 1)
         large = _round_trip_s(crew.rank, link, LARGE_BYTES)
         per_message = small / 2
         per_byte = max(large - small, 0.0) / 2 / LARGE_BYTES
+        is_lent = link.lends_to(1 - crew.rank)
     return Costs(
         seconds_per_byte=per_byte,
         seconds_per_message=per_message,
+        # Where memory is lent, only the receiver copies, when it has nothing else to do.
+        copying_s_per_byte=0.0 if is_lent else Costs.copying_s_per_byte,
         memory_bytes=[
             min(limits[rank] for rank in layout.ranks_of_stage(stage))
             for stage in range(layout.stages)
@@ -49,10 +53,10 @@ def _round_trip_s(rank: int, link: Link, size_bytes: int) -> float:
     for _ in range(REPEATS + 1):
         begun = time.perf_counter()
         if rank == 0:
-            link.send(content, 1, "measure")
+            link.isend(content, 1, "measure", lend=True).wait()
             link.recv(1, "measure")
         else:
-            link.send(link.recv(0, "measure"), 0, "measure")
+            link.isend(link.recv(0, "measure"), 0, "measure", lend=True).wait()
         fastest = min(fastest, time.perf_counter() - begun)
     return fastest
 

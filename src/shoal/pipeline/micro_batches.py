@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -77,6 +77,8 @@ def join(outputs: Sequence[Tree], parts: Sequence[Share]) -> Tree:
     """
     if len(outputs) == 1:
         return outputs[0]
+    for output in outputs:
+        check_output(output)
     by_part = [tensors_of(output) for output in outputs]
     rests = [_without(output, tensors) for output, tensors in zip(outputs, by_part, strict=True)]
     if any(rest != rests[0] for rest in rests):
@@ -96,6 +98,25 @@ def join(outputs: Sequence[Tree], parts: Sequence[Share]) -> Tree:
             sizes = ", ".join(str(part.size) for part in parts)
             raise ModelError(not_of_samples(path, f"came as {shapes} for {sizes} samples"))
     return with_tensors(outputs[0], whole)
+
+
+def check_output(output: Tree) -> None:
+    """Raises ModelError for what can neither be put together nor sent, such as a dataclass."""
+    for leaf in _leaves(output):
+        if not isinstance(leaf, torch.Tensor | bool | int | float | complex | str | bytes | None):
+            raise ModelError(
+                f"the model returns a {type(leaf).__name__}, or has one in what it returns: ranks "
+                "can be given tensors and plain values, and tuples, lists and dicts of them. "
+                "Return these (a loss may make of them what it likes)."
+            )
+
+
+def _leaves(tree: Tree) -> Iterator[Any]:
+    if isinstance(tree, dict | list | tuple):
+        for inner in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(inner)
+    else:
+        yield tree
 
 
 def not_of_samples(path: Path, why: str) -> str:

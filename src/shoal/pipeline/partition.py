@@ -38,9 +38,15 @@ class Unit:
     name: str
     forward_s: float = 0.0
     backward_s: float = 0.0
+    weights_s: float = 0.0
+    """The part of the backward pass that can wait, in stages after the first (late.py)."""
     parameter_bytes: int = 0
     kept_bytes: int = 0
     """What it keeps for the backward pass, of a micro-batch."""
+    late_bytes: int = 0
+    """What it keeps besides, in stages after the first, until it has its weights' gradients."""
+    work_bytes: int = 0
+    """What it needs while it computes, or its weights are changed, and then no more."""
     can_begin: bool = True
     """Whether a stage may begin with this unit. The first stage always begins with unit 0."""
 
@@ -50,7 +56,7 @@ class Value:
     """What one unit makes and later units use."""
 
     made_by: int
-    """Number of the unit. -1: an input of the model, which every rank has: it crosses no link."""
+    """Number of the unit. -1: a buffer, which every stage that uses it has: it crosses no link."""
     used_by: tuple[int, ...]
     size_bytes: int
     has_gradient: bool = True
@@ -62,10 +68,15 @@ class Costs:
 
     seconds_per_byte: float = 0.0
     seconds_per_message: float = 0.0
+    copying_s_per_byte: float = 8e-10
+    """Of copying, at both ends of a link, however fast that is: twice the copying itself, since
+    messages also wait for a core while all are busy."""
     memory_bytes: Sequence[int] | None = None
     """The limit of each stage, if there are limits."""
     bytes_per_parameter_byte: float = 4.0
     """Weights, gradients and optimizer state, per byte of weights."""
+    num_kept: int = 1
+    """The most micro-batches of which a stage keeps something at a time."""
     slack: float = 0.0
     """How much slower than it could be, as a share, the slowest stage may be where that makes the
     total smaller. Small: what the clock cannot tell apart. Large: stages take turns anyway."""
@@ -87,9 +98,15 @@ def stage_seconds(
     return _running_ticks(units, _messages(values, costs), first)[last] / _TICKS_PER_S
 
 
-def stage_bytes(units: Sequence[Unit], first: int, last: int, costs: Costs) -> float:
-    """The memory of a stage [first, last), with one micro-batch under way."""
-    return _memory(units, costs)(first, last)
+def stage_bytes(
+    units: Sequence[Unit], values: Sequence[Value], first: int, last: int, costs: Costs
+) -> float:
+    """The memory that the tensors of a stage [first, last) need, at most.
+
+    Its buffers. Of every micro-batch that is under way: what came from other stages, and what units
+    keep. One unit is at work.
+    """
+    return _memory(units, values, costs)(first, last)
 
 
 def cut(
@@ -116,7 +133,7 @@ def cut(
     messages = _messages(values, costs)
     ticks = {first: _running_ticks(units, messages, first) for first in bounds[:-1]}
     work = [0, *accumulate(_compute_ticks(unit) for unit in units)]
-    memory = _memory(units, costs)
+    memory = _memory(units, values, costs)
 
     def excess(stage: int, first: int, last: int) -> float:
         return -inf if limits is None else memory(first, last) - limits[stage]
@@ -196,7 +213,7 @@ def _search(
 
 
 _Message = tuple[int, list[int], int]
-"""The unit that makes a value, those that use it (sorted), and the ticks to pass it on."""
+"""The unit that makes a value, those that use it (sorted), and its ticks or bytes."""
 
 
 def _messages(values: Sequence[Value], costs: Costs) -> list[_Message]:
@@ -204,15 +221,24 @@ def _messages(values: Sequence[Value], costs: Costs) -> list[_Message]:
         one_way = costs.seconds_per_message + max(value.size_bytes, 0) * costs.seconds_per_byte
         return _ticks(one_way) * (2 if value.has_gradient else 1)
 
-    return [(v.made_by, sorted(v.used_by), ticks(v)) for v in values if v.made_by >= 0]
+    return [(v.made_by, sorted(v.used_by), ticks(v)) for v in _crossing(values)]
+
+
+def _crossing(values: Sequence[Value]) -> list[Value]:
+    return [value for value in values if value.made_by >= 0]
 
 
 def _running_ticks(units: Sequence[Unit], messages: Sequence[_Message], first: int) -> list[int]:
     """Item `last` is what the stage [first, last) costs."""
     each = [0] * first + [_compute_ticks(unit) for unit in units[first:]]
-    for made_by, used_by, ticks in messages:
+    return _running(each, messages, first)
+
+
+def _running(each: list[int], messages: Sequence[_Message], first: int) -> list[int]:
+    """Sums up to each unit, and of what comes to a stage that begins with `first`."""
+    for made_by, used_by, size in messages:
         if made_by < first and (use := bisect_left(used_by, first)) < len(used_by):
-            each[used_by[use]] += ticks  # once: later uses find it there
+            each[used_by[use]] += size  # once: later uses find it there
     return [0, *accumulate(each)]
 
 
@@ -224,12 +250,35 @@ def _ticks(seconds: float) -> int:
     return round(seconds * _TICKS_PER_S)
 
 
-def _memory(units: Sequence[Unit], costs: Costs) -> Callable[[int, int], float]:
+def _memory(
+    units: Sequence[Unit], values: Sequence[Value], costs: Costs
+) -> Callable[[int, int], float]:
     """`stage_bytes` for any stage, without going through the units each time."""
     parameters = [0, *accumulate(unit.parameter_bytes for unit in units)]
     kept = [0, *accumulate(unit.kept_bytes for unit in units)]
-    factor = costs.bytes_per_parameter_byte
-    return lambda a, b: (parameters[b] - parameters[a]) * factor + kept[b] - kept[a]
+    late = [0, *accumulate(unit.late_bytes for unit in units)]
+    arriving = [(v.made_by, sorted(v.used_by), max(v.size_bytes, 0)) for v in _crossing(values)]
+    buffers = [(v.made_by, sorted(v.used_by), v.size_bytes) for v in values if v.made_by < 0]
+    came: dict[int, list[int]] = {}
+    """By the first unit of a stage: what comes to it from other stages, up to each unit."""
+    held: dict[int, list[int]] = {}
+    """In the same way: its buffers."""
+    at_work: dict[int, list[int]] = {}
+    """In the same way: what the unit needs that needs most."""
+
+    def memory(first: int, last: int) -> float:
+        if first not in came:
+            came[first] = _running([0] * len(units), arriving, first)
+            held[first] = _running([0] * len(units), buffers, first)
+            needed = [0] * first + [unit.work_bytes for unit in units[first:]]
+            at_work[first] = [0, *accumulate(needed, max)]
+        of_each = kept[last] - kept[first] + came[first][last]
+        if first:
+            of_each += late[last] - late[first]
+        weights = (parameters[last] - parameters[first]) * costs.bytes_per_parameter_byte
+        return weights + held[first][last] + of_each * costs.num_kept + at_work[first][last]
+
+    return memory
 
 
 def places_in(

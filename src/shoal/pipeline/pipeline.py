@@ -11,7 +11,7 @@ the loss, which comes from the last stage; between them everything follows the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shoal.crew import Crew
-from shoal.errors import ModelError, SettingsError
+from shoal.errors import ModelError, SettingsError, reason_of
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import (
@@ -32,9 +32,11 @@ from shoal.pipeline.build import (
     outline,
 )
 from shoal.pipeline.chance import Chance
+from shoal.pipeline.footprint import bytes_per_weight_byte
 from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.losses import loss_of_part, part_weights
 from shoal.pipeline.measure import measure_costs
+from shoal.pipeline.over_stages import OverStages, thinks_in_vectors
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import (
     Plan,
@@ -47,8 +49,9 @@ from shoal.pipeline.plan import (
 from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
-from shoal.pipeline.runner import Runner
+from shoal.pipeline.runner import Finish, Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
+from shoal.pipeline.shared_loss import SharedLoss
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
 from shoal.pipeline.whole import Whole
@@ -56,6 +59,9 @@ from shoal.settings import kind_of
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
+NUM_CALLS = 8
+"""That messages tell apart: no stage is as far ahead of another. The same tags come again, and with
+them headers of messages that are known."""
 Watch = Callable[[torch.Tensor, Any, Any, int], None]
 
 
@@ -86,12 +92,18 @@ class Pipeline:
         """Of the whole model."""
         self._crew = crew
         self._link = link
+        self._loss = SharedLoss(crew, link, self.layout, plan.reduction)
         self._averages = averages or Alone()
         self._ranks = self.layout.ranks_of_replica(self.replica)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._mode: bool | None = None
         """What train() or eval() has said; None: every module is as it came."""
         self._num_begun = 0
+        self._num_steps = 0
+        self._failed = ""
+        """Why a call did not come to its end: stages are at different places since then."""
+        self._is_accumulating = False
+        """There are gradients that no update has used."""
         self._chance: Chance | None = None
         self._graph: Graph | None = None
         self._stage: Stage | None = None
@@ -99,6 +111,7 @@ class Pipeline:
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
         module = as_module(model, plan.seed, example)
         check_state(module)
+        self._averages.check(module)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
         crew.agree("how the model is trained", terms(plan))
@@ -128,6 +141,10 @@ class Pipeline:
         fault = ""
         in_turns = self.plan.schedule == "sequential"
         costs = measure_costs(self._crew, self._link, self.layout, in_turns=in_turns)
+        held = bytes_per_weight_byte(
+            self.plan.optimizer, self.plan.optimizer_options, self.layout.replicas
+        )
+        costs = replace(costs, bytes_per_parameter_byte=held)
         if self.plan.memory_bytes is not None:
             costs = replace(costs, memory_bytes=self.plan.memory_bytes)
         if self._crew.rank == 0 and self.plan.stages > 1:
@@ -273,8 +290,32 @@ class Pipeline:
 
         x matters in stage 0, y in the last one. Several inputs: a tuple, or a dict by name.
         """
+        if self.plan.optimizer is not None:
+            self.prepare(x)
+            if thinks_in_vectors(self.optimizer):
+                return self._step_together(x, y)
         loss = self.backward(x, y)
         self.update()
+        return loss
+
+    def _step_together(self, x: Tree, y: Tree) -> torch.Tensor:
+        """The optimizer asks for the loss as often as it likes, on all ranks alike."""
+        if self._is_accumulating:
+            kind = type(self.optimizer).__name__
+            raise ModelError(
+                f"step(): there are gradients of an earlier backward(), and {kind} begins anew "
+                "each time that it computes the loss. Use pipe.step(x, y) alone."
+            )
+
+        def evaluate() -> torch.Tensor:
+            self._begin_anew()
+            loss = self.backward(x, y)
+            with self.timeline.span("update"):
+                self._agree_and_clip()
+            return loss
+
+        loss = OverStages(self._link, self._ranks).step(self.optimizer, evaluate)
+        self._begin_anew()
         return loss
 
     def backward(self, x: Tree = None, y: Tree = None, weight: float = 1.0) -> torch.Tensor:
@@ -288,41 +329,82 @@ class Pipeline:
         parts, inputs = self._begin("step", x)
         if not parts[0].total:
             raise ModelError("x: the batch is empty, so there is nothing to learn from.")
-        total = torch.zeros((), device=self._crew.device)
-        counts = self._counts()
-        finish = None
-        if self.is_last:
-            rule, reduction = self.plan.loss, self.plan.reduction
-            targets = self._targets(y, parts)
-            weights = part_weights(rule, targets, parts, reduction)
-
-            def finish(number: int, output: Any) -> torch.Tensor:
-                nonlocal total
-                target, own = targets[number], weights[number]
-                loss = loss_of_part(rule, output, target, own, reduction)
-                if self.watch is not None:
-                    self.watch(loss, output, target, parts[number].size)
-                total = total + loss.detach() * own
-                scale = own * counts * weight
-                return loss if scale == 1.0 else loss * scale
-
+        self._num_steps += 1
         schedule = self._schedule(self.plan.schedule, len(parts))
         try:
-            with torch.enable_grad(), self._own_chance():
-                self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
+            with torch.enable_grad(), self._to_its_end():
+                finish = self._loss_of_parts(y, parts, weight) if self.is_last else None
+                self._run(schedule, inputs, finish)
         finally:
             self.stage.forget()
-        return self._announce_loss(total)
+        self._is_accumulating = True
+        with self.timeline.span("wait"):
+            return self._loss.hear(self._num_steps)
+
+    def _loss_of_parts(self, y: Tree, parts: Sequence[Share], weight: float) -> Finish:
+        """In the last stage: what makes the loss of each micro-batch, and tells that of all."""
+        assert self.plan.loss is not None
+        counts = self._counts()
+        rule, reduction = self.plan.loss, self.plan.reduction
+        targets = self._targets(y, parts)
+        weights = part_weights(rule, targets, parts, reduction)
+        total = torch.zeros((), device=self._crew.device)
+        to_come = len(parts)
+
+        def finish(number: int, output: Any) -> torch.Tensor:
+            nonlocal total, to_come
+            target, own = targets[number], weights[number]
+            loss = loss_of_part(rule, output, target, own, reduction)
+            if self.watch is not None:
+                self.watch(loss, output, target, parts[number].size)
+            total = total + loss.detach() * own
+            to_come -= 1
+            if not to_come:
+                share = self.place.share
+                self._loss.tell(self._num_steps, total, share.size if share else 1)
+            scale = own * counts * weight
+            return loss if scale == 1.0 else loss * scale
+
+        return finish
+
+    def _run(
+        self, schedule: Schedule, inputs: list[dict[str, Tree]], finish: Finish | None
+    ) -> None:
+        with self._own_chance():
+            call = self._num_begun % NUM_CALLS
+            self._runner.run(schedule, feed=inputs.__getitem__, finish=finish, call=call)
+
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """Of a call that all stages have begun: if it fails in one, nobody can go on from there."""
+        try:
+            yield
+        except BaseException as error:
+            if self._crew.size > 1:
+                self._failed = f"call {self._num_begun} failed with {reason_of(error)}"
+            raise
 
     def update(self) -> None:
         """Let the replicas agree, clip, and take the optimizer's step; gradients begin anew."""
         optimizer = self.optimizer
+        if thinks_in_vectors(optimizer):
+            raise ModelError(
+                f"update(): {type(optimizer).__name__} computes the loss again within its step, "
+                "which needs the batch. Use pipe.step(x, y)."
+            )
         with self.timeline.span("update"):
-            self._averages.average(self.module)
-            if self.plan.clip_norm is not None:
-                self.clip_grad_norm_(self.plan.clip_norm)
+            self._agree_and_clip()
             optimizer.step()
-            self.module.zero_grad()
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.module.zero_grad()
+        self._is_accumulating = False
+
+    def _agree_and_clip(self) -> None:
+        self._averages.average(self.module)
+        if self.plan.clip_norm is not None:
+            self.clip_grad_norm_(self.plan.clip_norm)
 
     def _own_chance(self) -> AbstractContextManager[None]:
         return nullcontext() if self._chance is None else self._chance.own()
@@ -337,6 +419,11 @@ class Pipeline:
 
     def _begin(self, what: str, x: Tree) -> tuple[list[Share], list[dict[str, Tree]]]:
         """Stage 0 tells the others what comes; the shares of the micro-batches."""
+        if self._failed:
+            raise ModelError(
+                f"this pipeline cannot go on: {self._failed}, and its stages have been at "
+                "different places since then. Make a new one, with weights that you have kept."
+            )
         self._num_begun += 1
         inputs: list[dict[str, Tree]] = []
         if self.stage_number == 0:
@@ -396,33 +483,6 @@ class Pipeline:
             self._schedules[key] = made
         return self._schedules[key]
 
-    def _announce_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """From every replica's last stage to all ranks; the mean over the global batch."""
-        sizes = [1] * self.layout.replicas
-        last = [
-            ranks[-1] for ranks in map(self.layout.ranks_of_replica, range(self.layout.replicas))
-        ]
-        mine: Tree = [loss, 1 if self.place.share is None else self.place.share.size]
-        if self.is_last:
-            for rank in range(self._crew.size):
-                if rank != self._crew.rank:
-                    self._link.isend(mine, rank, "loss")
-        losses = []
-        with self.timeline.span("wait"):
-            for replica, rank in enumerate(last):
-                told = mine if rank == self._crew.rank else self._link.recv(rank, "loss")
-                losses.append(told[0])
-                sizes[replica] = told[1]
-        if len(losses) == 1:
-            only: torch.Tensor = losses[0]
-            return only
-        if self.plan.reduction == "sum":
-            return torch.stack(
-                [each for each, size in zip(losses, sizes, strict=True) if size]
-            ).sum()
-        weights = torch.tensor(sizes, dtype=losses[0].dtype) / sum(sizes)
-        return (torch.stack(losses) * weights).sum()
-
     # -- inference ---------------------------------------------------------------------------------
 
     def __call__(self, x: Tree = None, *, everywhere: bool = True) -> Tree:
@@ -437,12 +497,13 @@ class Pipeline:
         def finish(number: int, output: Any) -> None:
             outputs.append(output)
 
-        with torch.no_grad(), self._own_chance():
-            schedule = self._schedule("", len(parts))
-            self._runner.run(schedule, feed=inputs.__getitem__, finish=finish)
+        with torch.no_grad(), self._to_its_end():
+            self._run(self._schedule("", len(parts)), inputs, finish)
         if not self.is_last:
             return self._link.recv(self._ranks[-1], "output") if everywhere else None
         output = micro_batches.join(outputs, parts)
+        if everywhere:
+            micro_batches.check_output(output)
         for rank in self._ranks[:-1] if everywhere else []:
             self._link.send(output, rank, "output")
         return output

@@ -14,6 +14,7 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline.losses import REDUCTIONS, Loss, loss_faults
+from shoal.pipeline.over_stages import thinks_in_vectors
 from shoal.settings import ARGUMENTS, counted, stage_faults, told
 
 
@@ -80,9 +81,9 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
         found.append(f"{_shown('clip_norm=', norm)}: must be a positive number.")
     limits = plan.memory_bytes
     if limits is not None and not (
-        _is_list(limits) and all(isinstance(n, int | Real) for n in limits)
+        _is_list(limits) and all(isinstance(n, int | Real) and float(n) > 0 for n in limits)
     ):
-        found.append(f"{_shown('memory_bytes=', limits)}: must be a list of numbers.")
+        found.append(f"{_shown('memory_bytes=', limits)}: must be a list of positive numbers.")
     elif limits is not None and not of_stages and len(limits) != plan.stages:
         found.append(
             f"{_shown('memory_bytes=', limits)}: must have a limit for each of "
@@ -175,8 +176,10 @@ def terms(plan: Plan) -> list[str]:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """One that computes the loss again, within its step, would do so on one rank alone."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    needs_it = closure is not None and closure.default is closure.empty
+    if needs_it and not thinks_in_vectors(optimizer):
         raise ModelError(
-            f"{type(optimizer).__name__}: its step() needs a closure that computes the loss again, "
-            "and here no rank can do so by itself. Use an optimizer whose step() needs none."
+            f"{type(optimizer).__name__}: its step() needs a closure that computes the loss again. "
+            "Of such optimizers only torch.optim.LBFGS is known to get on with parameters that are "
+            "on several ranks. Use that, or one whose step() needs none."
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,20 @@ from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import materialise
-from shoal.pipeline.graph import Graph, attribute, changed_in_place, paths_of, shared
+from shoal.pipeline.graph import (
+    Graph,
+    attribute,
+    changed_in_place,
+    paths_of,
+    shared,
+    tensors_held,
+)
+from shoal.pipeline.late import KINDS
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule
 from shoal.pipeline.widths import taken_by
-from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
+from shoal.wire.tree import Tree, arrives_as_it_is, detached, tensors_of, with_tensors
 
 REPEATS = 5
 UNSENDABLE = -1
@@ -41,9 +50,9 @@ def choose_cuts(
     schedule, or where stages take turns, the slowest stage is what counts.
     """
     units, values = profile(graph, inputs)
+    values += _buffers(graph)
     if schedule is not None:
-        alive = schedule.most_alive(0)
-        units = [replace(unit, kept_bytes=unit.kept_bytes * alive) for unit in units]
+        costs = replace(costs, num_kept=schedule.most_alive(0))
     together = [*shared(graph), *changed_in_place(graph)]
     together += [pair for value in values for pair in _bound(value)]
     if schedule is None:
@@ -97,9 +106,31 @@ def profile(graph: Graph, inputs: dict[str, Tree]) -> tuple[list[Unit], list[Val
     """
     state = torch.random.get_rng_state()
     try:
-        return _run_all(graph, inputs, _timed)
+        units, values = _run_all(graph, inputs, _timed)
     finally:
         torch.random.set_rng_state(state)
+    weights = zip(units, _weight_bytes(graph), strict=True)
+    return [replace(unit, parameter_bytes=size) for unit, size in weights], values
+
+
+def _weight_bytes(graph: Graph) -> list[int]:
+    """Of each unit: its parameters, but those that one before has too: they are in one stage."""
+    sizes = {id(p): p.nbytes for p in graph.model.parameters()}
+    return [sum(sizes.pop(each) for each in held & sizes.keys()) for held in tensors_held(graph)]
+
+
+def _buffers(graph: Graph) -> list[Value]:
+    """Which every stage that uses them has."""
+    held = tensors_held(graph)
+    users = [
+        (buffer, tuple(number for number, each in enumerate(held) if id(buffer) in each))
+        for buffer in graph.model.buffers()
+    ]
+    return [
+        Value(-1, used_by, buffer.nbytes, has_gradient=False)
+        for buffer, used_by in users
+        if used_by
+    ]
 
 
 _Run = Callable[[fx.Node, Graph, dict[str, Any], str], tuple[Any, Unit]]
@@ -116,7 +147,11 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], run: _Run) -> tuple[list[Uni
     known: dict[str, Any] = {}
     """By value: what it is; it needs a gradient here where it does in the model."""
     faults: list[_DoesNotFit] = []
-    for node in graph.training.nodes:
+    nodes = list(graph.training.nodes)
+    makers = {number.get(source.name) for source in nodes[-1].all_input_nodes}
+    """Of what the model returns, of which the loss keeps as much again."""
+    last_use = {source: node for node in nodes for source in node.all_input_nodes}
+    for node in nodes:
         if node.op == "placeholder":
             known[node.name] = detached(inputs[node.name])
             values.append(_value(known[node.name], 0, users[node.name], has_gradient=False))
@@ -128,6 +163,8 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], run: _Run) -> tuple[list[Uni
                 continue  # after a fault: nobody knows what would come
             try:
                 result, unit = run(node, graph, known, names[number[node.name]])
+                if number[node.name] in makers:
+                    unit = replace(unit, kept_bytes=unit.kept_bytes + _size(result))
             except _DoesNotFit as error:
                 faults.append(error)
                 known |= _if_it_fitted(node, graph, known)
@@ -135,6 +172,9 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], run: _Run) -> tuple[list[Uni
             known[node.name] = result
             units.append(unit)
             values.append(_value(result, number[node.name], users[node.name], has_gradient=True))
+            for source in node.all_input_nodes:
+                if last_use[source] is node:  # the whole model's may be more than a host can hold
+                    del known[source.name]
 
     if faults:
         raise ModelError([str(fault) for fault in faults]) from faults[0].__cause__
@@ -142,21 +182,16 @@ def _run_all(graph: Graph, inputs: dict[str, Tree], run: _Run) -> tuple[list[Uni
 
 
 def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bool) -> Value:
-    tensors = tensors_of(tree).values()
     return Value(
         made_by,
         tuple(used_by),
-        sum(t.nbytes for t in tensors) if _can_be_sent(tree) else UNSENDABLE,
-        has_gradient and any(t.is_floating_point() for t in tensors),
+        _size(tree) if arrives_as_it_is(tree) else UNSENDABLE,
+        has_gradient and any(t.is_floating_point() for t in tensors_of(tree).values()),
     )
 
 
-def _can_be_sent(tree: Tree) -> bool:
-    if type(tree) in (list, tuple, torch.Size):
-        return all(map(_can_be_sent, tree))
-    if type(tree) is dict:
-        return all(map(_can_be_sent, tree.values()))
-    return isinstance(tree, torch.Tensor | bool | int | float | str | bytes | None)
+def _size(tree: Tree) -> int:
+    return sum(t.nbytes for t in tensors_of(tree).values())
 
 
 def _real(tensor: Any) -> Any:
@@ -229,20 +264,33 @@ def _given(call: Callable[..., Any], args: Any, kwargs: Any, node: fx.Node, grap
 
 def _timed(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tuple[Any, Unit]:
     call, parameters = _callable(node, graph.model)
-    forward_s, backward_s, kept = [], [], 0
+    is_late = (
+        node.op == "call_module" and type(graph.model.get_submodule(str(node.target))) in KINDS
+    )
+    weights = [p for p in parameters if p.requires_grad] if is_late else []
+    forward_s, backward_s, weights_s, kept = [], [], [], 0
     result: Any = None
-    for _ in range(REPEATS):
+    for repeat in range(REPEATS):
         args, kwargs = _arguments(node, known)
         begun = time.perf_counter()
-        with torch.enable_grad():
+        with torch.enable_grad(), _saved(is_wanted=not repeat) as saved:
             result = _given(call, args, kwargs, node, graph)
+        if not repeat:  # whose time does not count
+            own = tensors_of([result, args, kwargs, parameters]).values()
+            kept = sum(saved[where] for where in saved.keys() - {_where(t) for t in own})
+            kept += _made(result, [*args, *kwargs.values()])
         middle = time.perf_counter()
         roots = [t for t in tensors_of(result).values() if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in roots]
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            torch.autograd.backward(roots, gradients, retain_graph=bool(weights))
+        ended = time.perf_counter()
+        if weights and roots:
+            torch.autograd.grad(roots, weights, gradients, allow_unused=True)
+            weights_s.append(time.perf_counter() - ended)
         forward_s.append(middle - begun)
-        backward_s.append(time.perf_counter() - middle)
-    kept = sum(t.nbytes for t in tensors_of(result).values())
+        backward_s.append(ended - middle)
+    given = _size(result)
     for parameter in parameters:
         parameter.grad = None
     result = _leaves(result)
@@ -252,15 +300,58 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tup
         if isinstance(used, nn.Parameter):
             size += used.nbytes
     # Not the first, which has no gradient to add to. The fastest: what is slower was disturbed.
-    unit = Unit(name, min(forward_s[1:]), min(backward_s[1:]), size, kept)
-    return result, unit
+    # At work: the gradient that came, that goes, and one between; two of the weights' own, as
+    # optimizers have it, one parameter at a time.
+    whole_s = min(backward_s[1:])
+    late_s = min([whole_s, *weights_s[1:]]) if weights_s else 0.0
+    unit = Unit(name, min(forward_s[1:]), whole_s, late_s, kept_bytes=kept)
+    late = given if is_late and roots else 0
+    work = (3 if roots else 1) * given + 2 * size
+    return result, replace(unit, late_bytes=late, work_bytes=work)
+
+
+def _made(result: Tree, given: list[Tree]) -> int:
+    """Bytes of a result, but of pieces of what was given (a view), which are there already."""
+    came = tensors_of(given).values()
+    places, objects = {_where(t) for t in came}, {id(t) for t in came}
+    # What a step has changed in place may have been copied before, where a stage begins with it.
+    made = [t for t in tensors_of(result).values() if _where(t) not in places or id(t) in objects]
+    return sum(t.nbytes for t in made)
+
+
+@contextmanager
+def _saved(*, is_wanted: bool) -> Iterator[dict[int, int]]:
+    """Bytes that autograd saves meanwhile for backward passes, by where they are."""
+    found: dict[int, int] = {}
+    if not is_wanted:
+        yield found
+        return
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            found[_where(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # an output with its history would keep itself alive
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def _where(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
     """Also where it holds what it has computed, as torch.nn.utils.weight_norm makes it."""
     held = [value for each in module.modules() for value in vars(each).values()]
     computed = [it for it in held if isinstance(it, torch.Tensor) and not it.is_leaf]
-    return copy.deepcopy(module, {id(it): it.detach().clone() for it in computed})
+    try:
+        return copy.deepcopy(module, {id(it): it.detach().clone() for it in computed})
+    except TypeError as error:
+        raise ModelError(
+            f"a {type(module).__name__} cannot be copied ({error}), and copies are what costs and "
+            "shapes are tried with. Give cuts= and no example=, or let it say how to copy it "
+            "(__deepcopy__)."
+        ) from error
 
 
 def _callable(node: fx.Node, model: nn.Module) -> tuple[Callable[..., Any], list[nn.Parameter]]:

@@ -13,6 +13,9 @@ class Averages(Protocol):
     @property
     def bytes_sent(self) -> int: ...
 
+    def check(self, model: nn.Module) -> None:
+        """Raises ModelError where replicas of the whole model would not stay equal."""
+
     def average(self, module: nn.Module) -> None: ...
 
     def close(self) -> None: ...
@@ -22,6 +25,9 @@ class Alone:
     """There is one replica."""
 
     bytes_sent = 0
+
+    def check(self, model: nn.Module) -> None:
+        """It is equal to itself."""
 
     def average(self, module: nn.Module) -> None:
         """Its gradients are the mean."""

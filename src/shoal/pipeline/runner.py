@@ -36,9 +36,9 @@ class Runner:
         link: Link,
         ranks: Sequence[int],
         timeline: Timeline,
-        wait: Callable[[ReceiveJob], Tree] = ReceiveJob.wait,
+        wait: Callable[[Job | ReceiveJob], Tree] = lambda job: job.wait(),
     ) -> None:
-        """ranks: of the stages, in order. wait: for a message that comes."""
+        """ranks: of the stages, in order. wait: for a message that comes, or has been sent."""
         self._stage = stage
         self._link = link
         link.align()
@@ -76,7 +76,7 @@ class Runner:
                 continue
             with self._timeline.span("send"):
                 for job in self._sent:
-                    job.wait()
+                    self._wait(job)
         finally:
             self._sent = []
 
@@ -120,4 +120,4 @@ class Runner:
 
     def _send(self, tree: Tree, stage: int, tag: str) -> None:
         with self._timeline.span("send"):
-            self._sent.append(self._link.isend(tree, self._ranks[stage], tag))
+            self._sent.append(self._link.isend(tree, self._ranks[stage], tag, lend=True))

@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.late import Late, Place
 from shoal.pipeline.lying import Lying, as_it_lay, as_sent, packed, unpacked
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.split import OUTPUT, stage_module, values_made
-from shoal.wire.tree import Tree, tensors_of, with_tensors
+from shoal.wire.front import SMALL_BYTES
+from shoal.wire.tree import Tree, arrives_as_it_is, tensors_of, with_tensors
 
 Gradients = list[Tree]
 """Of a value's tensors that need one, in order, as `packed` makes them."""
@@ -179,14 +182,40 @@ class Stage:
         One that is another name of an earlier one (nn.Identity gives back what it was given) goes
         as that one's number: once, and with one gradient.
         """
-        values = [made[port.value] for port in self.routes.between(self.number, target)]
+        names = [port.value for port in self.routes.between(self.number, target)]
+        values = [made[name] for name in names]
+        if odd := [name for name in names if not arrives_as_it_is(made[name])]:
+            raise ModelError(
+                f"{odd[0]} is a {type(made[odd[0]]).__name__}, or has one in it, and would not "
+                f"arrive as such in stage {target}, which uses it: only tensors, plain values, "
+                "tuples, lists and dicts of them cross a cut. Cut after its last use, or take it "
+                "apart before the cut; automatic cuts do so."
+            )
         first = {id(tree): number for number, tree in reversed(list(enumerate(values)))}
         return [
             first[id(tree)]
             if isinstance(tree, torch.Tensor) and first[id(tree)] != number
-            else _content(tree)
+            else _content(self._apart_from_buffers(tree))
             for number, tree in enumerate(values)
         ]
+
+    def _apart_from_buffers(self, tree: Tree) -> Tree:
+        """Copies of what a layer keeps, and changes with the next micro-batch, before this went."""
+        buffers = {_where(buffer) for buffer in self._large_buffers}
+        if not buffers:
+            return tree
+        return with_tensors(
+            tree,
+            {
+                path: t.clone() if _where(t) in buffers else t
+                for path, t in tensors_of(tree).items()
+            },
+        )
+
+    @cached_property
+    def _large_buffers(self) -> list[torch.Tensor]:
+        """Small ones are copied to be sent."""
+        return [b for b in self.module.buffers() if _where(b) and b.nbytes >= SMALL_BYTES]
 
     def keep_loss(self, key: Key, loss: torch.Tensor) -> None:
         """In the last stage: what the backward pass begins with."""
@@ -252,6 +281,11 @@ class Stage:
             key: kept for key, kept in self._kept.items() if call is not None and key[0] != call
         }
         self._left = deque(left for left in self._left if left[0] in self._kept)
+
+
+def _where(tensor: torch.Tensor) -> int:
+    """Where its memory begins; 0 where it has no piece of its own (sparse ones)."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def needing(tree: Tree) -> list[torch.Tensor]:

@@ -31,8 +31,8 @@ class Whole:
 
         Norms are put together in the order of the model's parameters, as one process does.
         """
-        named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
-        mine = {name: torch.linalg.vector_norm(grad) for name, grad in named}
+        named = [(n, _dense(p)) for n, p in module.named_parameters() if p.grad is not None]
+        mine = {name: torch.linalg.vector_norm(values) for name, values in named}
         norms = dict(mine)
         others = [rank for rank in self.ranks if rank != self.crew.rank]
         for rank in others:
@@ -44,8 +44,8 @@ class Whole:
             return torch.zeros((), device=self.crew.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for _, gradient in named:
-            gradient.mul_(scale)
+        for _, values in named:
+            values.mul_(scale)
         return total
 
     def gather(self, mine: State) -> State:
@@ -96,6 +96,15 @@ class Whole:
             for name, shape in self.shapes.items()
             if name in state and tuple(state[name].shape) != shape
         ]
+
+
+def _dense(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of its gradient, to be changed in place; of a sparse one, those that it has."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()
 
 
 def _few(names: Sequence[str]) -> str:

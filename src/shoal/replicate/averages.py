@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.crew import Crew
 from shoal.errors import SettingsError
 from shoal.layout import Layout
+from shoal.replicate.drift import check_no_drift
 from shoal.replicate.post import GroupPost, LinkPost
 from shoal.replicate.replica import SYNC_CLASSES, by_dtype
 from shoal.replicate.sync import Peers, Sync
@@ -60,19 +61,37 @@ class StageAverages(ABC):
     def bytes_sent(self) -> int:
         """Payload of gradients that this rank has sent so far."""
 
+    def check(self, model: nn.Module) -> None:
+        """Raises ModelError where replicas of the whole model would not stay equal."""
+        check_no_drift(model)
+
     @torch.no_grad()
     def average(self, module: nn.Module) -> None:
         """Gradients become their means; buffers those of the first replica."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         with self._crew.naming_the_lost("the averaging of gradients"):
+            rows = [(p, self._rows_anywhere(p)) for p in _sparse(module) if p.requires_grad]
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
             if parameters:
                 self._average(parameters)
+            for parameter, mine in rows:
+                _keep_rows(parameter, mine)
             if module.training:
                 for group in by_dtype(module.buffers()):
                     self._copy_from_first(group)
 
     @abstractmethod
     def _average(self, parameters: list[nn.Parameter]) -> None: ...
+
+    def _rows_anywhere(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Of a sparse gradient: the rows that it has on any replica."""
+        has = torch.zeros(len(parameter), dtype=torch.uint8, device=parameter.device)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            has[parameter.grad.coalesce().indices()[0]] = 1
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self._peers.group)
+        return has.nonzero()[:, 0]
 
     def _copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])
@@ -82,6 +101,20 @@ class StageAverages(ABC):
 
     def close(self) -> None:  # noqa: B027 (a choice: not every way holds something)
         """Give back what is held."""
+
+
+def _sparse(module: nn.Module) -> list[nn.Parameter]:
+    """Those of tables whose gradients are sparse. Each replica knows, though it may have none."""
+    tables = [each for each in module.modules() if getattr(each, "sparse", False) is True]
+    return list(dict.fromkeys(p for table in tables for p in table.parameters(recurse=False)))
+
+
+def _keep_rows(parameter: nn.Parameter, rows: torch.Tensor) -> None:
+    """Make a gradient sparse again: optimizers leave alone what is not in it."""
+    if parameter.grad is not None:
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], parameter.grad[rows], parameter.shape, check_invariants=False
+        )
 
 
 class SyncAverages(StageAverages):
@@ -150,9 +183,11 @@ class _Products(nn.Module):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.own = nn.ParameterList(parameters)
+        # DDP speaks with its peers when gradients come; a replica may have none, and others some.
+        self.always = nn.Parameter(torch.zeros((), device=parameters[0].device))
 
     def forward(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        total = torch.zeros(())
+        total = self.always * 1.0
         for parameter, gradient in zip(self.own, gradients, strict=True):
             if gradient is not None:
                 total = total + (parameter * gradient).sum()

@@ -24,6 +24,7 @@ from shoal.crew import Crew
 from shoal.errors import SettingsError, SyncError
 from shoal.replicate.all_reduce import AllReduce
 from shoal.replicate.central import Central
+from shoal.replicate.drift import check_no_drift
 from shoal.replicate.post import GroupPost, LinkPost
 from shoal.replicate.reducer import Reducer
 from shoal.replicate.ring import Ring
@@ -58,6 +59,7 @@ def replicate(
     _same_everywhere(module, crew)
     if crew.size == 1:
         return Replica(module, crew)
+    check_no_drift(module)
     CopyFromRank0([t for _, t in _tensors(module)], crew).wait()
     if sync == "ddp":
         return DdpReplica(module, crew, bucket_bytes)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from shoal.crew import Crew
-from shoal.errors import EXIT_FAILED, EXIT_INTERRUPTED, PeerLost, ShoalError
+from shoal.errors import EXIT_FAILED, EXIT_INTERRUPTED, ShoalError, lost_peer
 from shoal.rendezvous.roll import Fingerprint
 from shoal.rendezvous.ways import Way
 from shoal.replicate import replicate
@@ -64,7 +64,7 @@ def guarded(run: Callable[[], int], settings: TrainSettings, rank: int, emit: Em
                 message=str(error) or type(error).__name__,
                 traceback=traceback.format_exc() if settings.debug or not known else "",
                 exit_code=code,
-                is_consequence=isinstance(error, PeerLost),
+                is_consequence=lost_peer(error) is not None,
             )
         )
         return code

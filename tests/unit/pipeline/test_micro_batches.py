@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -192,3 +193,14 @@ def test_a_batch_of_no_clear_size(batch: Any, says: str) -> None:
         num_samples(batch, "y")
     assert str(caught.value).startswith("y: the tensors of a batch must have the same number")
     assert says in str(caught.value)
+
+
+@dataclass
+class Given:
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("outputs", [[Given(torch.ones(2))] * 2, [(1, Given(torch.ones(2)))] * 2])
+def test_an_output_that_nobody_can_be_given(outputs: list[Any]) -> None:
+    with pytest.raises(ModelError, match=r"the model returns a Given.*tuples, lists and dicts"):
+        join(outputs, shares(4, 2))

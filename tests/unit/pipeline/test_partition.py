@@ -51,11 +51,24 @@ class Problem:
         return compute
 
     def fits(self, stage: int, first: int, last: int) -> bool:
-        need = sum(
-            u.parameter_bytes * self.costs.bytes_per_parameter_byte + u.kept_bytes
-            for u in self.units[first:last]
+        limits = self.costs.memory_bytes
+        return limits is None or self.bytes(first, last) <= limits[stage]
+
+    def bytes(self, first: int, last: int) -> float:
+        """Said anew, too."""
+        units = self.units[first:last]
+        weights = sum(u.parameter_bytes * self.costs.bytes_per_parameter_byte for u in units)
+        kept = sum(u.kept_bytes + (u.late_bytes if first else 0) for u in units)
+        for value in self.values:
+            if 0 <= value.made_by < first and any(first <= u < last for u in value.used_by):
+                kept += value.size_bytes
+        at_work = max((u.work_bytes for u in units), default=0)
+        buffers = sum(
+            value.size_bytes
+            for value in self.values
+            if value.made_by < 0 and any(first <= u < last for u in value.used_by)
         )
-        return self.costs.memory_bytes is None or need <= self.costs.memory_bytes[stage]
+        return weights + buffers + self.costs.num_kept * kept + at_work
 
     def allowed(self, cuts: tuple[int, ...]) -> bool:
         stages = list(pairwise([0, *cuts, len(self.units)]))
@@ -89,7 +102,14 @@ def problems(draw: st.DrawFn) -> Problem:
     small, numbers = st.integers(0, 4), st.integers(0, num_units - 1)
     units = [
         Unit(
-            f"u{i}", draw(small), draw(small), draw(small), draw(small), draw(st.integers(0, 5)) > 0
+            f"u{i}",
+            draw(small),
+            draw(small),
+            parameter_bytes=draw(small),
+            kept_bytes=draw(small),
+            late_bytes=draw(st.integers(0, 2)),
+            work_bytes=draw(small),
+            can_begin=draw(st.integers(0, 5)) > 0,
         )
         for i in range(num_units)
     ]
@@ -98,13 +118,14 @@ def problems(draw: st.DrawFn) -> Problem:
         later = st.integers(made_by + 1, num_units - 1)
         used_by = draw(st.lists(later, min_size=1, max_size=3, unique=True))  # in any order
         values.append(Value(made_by, tuple(used_by), draw(small), draw(st.booleans())))
-    limits = st.lists(st.integers(5, 60), min_size=num_stages, max_size=num_stages)
+    limits = st.lists(st.integers(5, 90), min_size=num_stages, max_size=num_stages)
     costs = Costs(
         draw(small),
         draw(small),
         draw(st.none() | limits),
-        draw(st.sampled_from([1, 4])),
-        draw(st.sampled_from([0.0, 0.5, 1.0])),
+        bytes_per_parameter_byte=draw(st.sampled_from([1, 4])),
+        num_kept=draw(st.integers(1, 3)),
+        slack=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
     together = draw(st.lists(st.tuples(numbers, numbers), max_size=2))
     return Problem(units, values, num_stages, costs, together)
@@ -140,11 +161,7 @@ def test_what_a_stage_costs(problem: Problem) -> None:
     for first, last in combinations(range(len(p.units) + 1), 2):
         seconds = stage_seconds(p.units, p.values, first, last, p.costs)
         assert seconds == p.seconds(first, last)
-        need = stage_bytes(p.units, first, last, p.costs)
-        limited = replace(p, costs=replace(p.costs, memory_bytes=[int(need)]))
-        assert limited.fits(0, first, last)
-        limited = replace(p, costs=replace(p.costs, memory_bytes=[int(need) - 1]))
-        assert not limited.fits(0, first, last)
+        assert stage_bytes(p.units, p.values, first, last, p.costs) == p.bytes(first, last)
 
 
 # Cuts that one can see.
@@ -209,10 +226,19 @@ def test_with_slack_a_narrow_place_is_worth_a_slower_stage() -> None:
 
 def test_a_memory_limit_moves_the_cut() -> None:
     units = [Unit(name, 1, parameter_bytes=10, kept_bytes=5) for name in "abcd"]
-    assert stage_bytes(units, 1, 3, Costs()) == 2 * (10 * 4 + 5)
+    assert stage_bytes(units, [], 1, 3, Costs()) == 2 * (10 * 4 + 5)
     assert cut(units, [], 2, Costs(memory_bytes=[90, 90])) == [2]
     assert cut(units, [], 2, Costs(memory_bytes=[89, 135])) == [1]
     assert cut(units, [], 2, Costs(memory_bytes=[135, 89])) == [3]
+
+
+def test_what_comes_to_a_stage_and_what_it_puts_off_needs_memory() -> None:
+    """Of every micro-batch that is under way; and the unit that is at work needs some once."""
+    units = [Unit(name, 1, kept_bytes=5, late_bytes=4, work_bytes=9) for name in "abcd"]
+    values = [Value(0, (1, 2, 3), 100), *chain(20, 20, 20)]
+    costs = Costs(num_kept=2)
+    assert stage_bytes(units, values, 0, 2, costs) == 2 * (5 + 5) + 9
+    assert stage_bytes(units, values, 2, 4, costs) == 2 * (100 + 20 + 2 * (5 + 4)) + 9
 
 
 def test_what_shares_parameters_stays_together() -> None:
@@ -292,7 +318,7 @@ def test_no_stages_and_no_units() -> None:
 def test_hundreds_of_units_with_a_skip_from_each_to_all(num_stages: int) -> None:
     units = [Unit(f"u{i}", (i * 7919 % 101) / 1e3, 0.05, kept_bytes=1) for i in range(400)]
     values = [Value(i, tuple(range(i + 1, 400)), i % 13) for i in range(399)]
-    costs = Costs(1e-5, 1e-6, memory_bytes=[400] * num_stages)
+    costs = Costs(1e-5, 1e-6, memory_bytes=[4000] * num_stages)
     cuts = cut(units, values, num_stages, costs)
     assert cuts == sorted(set(cuts))
     assert len(cuts) == num_stages - 1

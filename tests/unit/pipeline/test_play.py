@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.pipeline.micro_batches import shares
 from shoal.pipeline.partition import Costs, Unit, Value, cut, stage_bytes
-from shoal.pipeline.play import COPY_BYTES_PER_S, refine, step_seconds
+from shoal.pipeline.play import refine, step_seconds
 from shoal.pipeline.schedule import make_schedule
 
 FREE = Costs()
@@ -52,12 +52,36 @@ def test_a_message_takes_its_time_both_ways_and_both_ends_copy_it() -> None:
     costs = Costs(seconds_per_byte=1e-9, seconds_per_message=0.1)
     once = make_schedule("1f1b", 2, 1)
     took = step_seconds(units, [Value(0, (1,), size)], [1], costs, once, [1.0])
-    copies = 4 * size / COPY_BYTES_PER_S
+    copies = 4 * size * costs.copying_s_per_byte
     assert took == pytest.approx(10.0 + 2 * 1.1 + copies)
     one_way = Value(0, (1,), size, has_gradient=False)
     took = step_seconds(units, [one_way], [1], costs, once, [1.0])
     # Nothing comes back, so stage 0 goes backward while stage 1 is still at work.
     assert took == pytest.approx(1.0 + copies / 4 + 1.1 + copies / 4 + 7.0)
+
+
+def test_weight_gradients_wait_until_nobody_waits_for_the_others() -> None:
+    first, second = row((1.0, 1.0), (1.0, 2.0))
+    both = [Value(0, (1,), 0)]
+
+    def seconds(units: list[Unit], count: int, name: str = "1f1b") -> float:
+        schedule = make_schedule(name, 2, count)
+        return step_seconds(units, both, [1], FREE, schedule, [1.0] * count)
+
+    # stage 0   F . . B          stage 1   . F B W: at the same time as B
+    late = replace(second, weights_s=1.0)
+    assert seconds([first, second], 1) == pytest.approx(5.0)
+    assert seconds([first, late], 1) == pytest.approx(4.0)
+    # The first stage puts nothing off.
+    assert seconds([replace(first, weights_s=1.0), second], 1) == pytest.approx(5.0)
+    # Nothing is saved by it where the second stage has no rest, but everything is done.
+    idle = replace(first, forward_s=0.0, backward_s=0.0)
+    for count in (2, 3, 5):
+        assert seconds([idle, late], count) == pytest.approx(3.0 * count)
+    # stage 0   F F . B F B . . B       At most two micro-batches are kept: the first W has to be
+    # stage 1   . F B F B W F B W W     done before the third F.
+    assert seconds([first, late], 3) == pytest.approx(10.0)
+    assert seconds([first, second], 3) == pytest.approx(11.0)
 
 
 def test_a_link_carries_one_message_after_the_other() -> None:
@@ -150,4 +174,4 @@ def test_a_cut_moves_only_to_where_it_may_be_and_memory_suffices() -> None:
     assert refine(units, values, [1], [1, 2, 5], roomy, schedule, ones) == [2]
     tight = replace(roomy, memory_bytes=[20, 60])
     assert refine(units, values, [1], [1, 2, 3, 4, 5], tight, schedule, ones) == [2]
-    assert stage_bytes(units, 0, 3, tight) > 20
+    assert stage_bytes(units, values, 0, 3, tight) > 20

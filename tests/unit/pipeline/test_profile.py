@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline.graph import check_in_place, read
-from shoal.pipeline.partition import Costs, Unit, Value
+from shoal.pipeline.partition import Costs, Unit, Value, stage_bytes
 from shoal.pipeline.profile import check_shapes, choose_cuts, profile
 from shoal.pipeline.schedule import make_schedule
 from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
@@ -108,11 +110,120 @@ def test_every_step_has_its_costs(model: nn.Module, inputs: dict[str, Any]) -> N
 def test_bytes_of_what_is_made_and_kept() -> None:
     model = nn.Sequential(square(), nn.ReLU(), nn.Linear(WIDTH, 3))
     units, values = by_name(model, {read(model).inputs[0]: torch.randn(5, WIDTH)})
-    assert [unit.kept_bytes for unit in units.values()] == [5 * WIDTH * 4] * 2 + [5 * 3 * 4]
+    # The loss keeps as much again as the model gives.
+    assert [unit.kept_bytes for unit in units.values()] == [5 * WIDTH * 4] * 2 + [2 * 5 * 3 * 4]
+    assert [unit.late_bytes for unit in units.values()] == [5 * WIDTH * 4, 0, 5 * 3 * 4]
     assert [value.size_bytes for value in values.values()] == [5 * WIDTH * 4] * 3 + [5 * 3 * 4]
     assert [unit.parameter_bytes for unit in units.values()] == [
         FLOAT_BYTES * (WIDTH * WIDTH + WIDTH), 0, FLOAT_BYTES * (WIDTH * 3 + 3)
     ]  # fmt: skip
+
+
+def test_what_a_module_keeps_inside_counts() -> None:
+    """A limit of memory is for all of it, not for what the module gives."""
+
+    class Whole(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:  # kept whole, as it cannot be read
+                return x
+            return x.tanh().tanh().tanh()
+
+    model = nn.Sequential(square(), Whole(), nn.ReLU())
+    units, _ = by_name(model, {read(model).inputs[0]: torch.randn(5, WIDTH)})
+    assert units["1"].kept_bytes == 3 * 5 * WIDTH * FLOAT_BYTES
+
+
+class Again(nn.Module):
+    """A layer that is used three times, one weight by itself, and a buffer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = square(), square(), square()
+        self.last.bias = self.again.bias
+        self.register_buffer("shift", torch.rand(100, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.get_buffer("shift")[0]
+        for _ in range(3):
+            x = self.again(x)
+        return self.last(x + self.again.weight[0]) * self.get_buffer("shift")[1]
+
+
+def test_what_is_used_again_is_held_once() -> None:
+    model = Again()
+    units, _ = by_name(model, {"x": torch.randn(5, WIDTH)})
+    held = [unit.parameter_bytes for unit in units.values()]
+    weight, bias = FLOAT_BYTES * WIDTH * WIDTH, FLOAT_BYTES * WIDTH
+    assert [size for size in held if size] == [weight + bias, weight + bias, weight]
+    assert sum(held) == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_stage_needs_memory_for_its_buffers() -> None:
+    """Once, whether one of its steps uses them or many."""
+    graph, inputs = read(Again()), {"x": torch.randn(5, WIDTH)}
+    units, values = profile(graph, inputs)
+    whole = stage_bytes(units, values, 0, len(units), Costs())
+
+    def fits(free: float) -> bool:
+        try:
+            choose_cuts(graph, inputs, 1, Costs(memory_bytes=[int(whole + free)]))
+        except ModelError:
+            return False
+        return True
+
+    shift = 100 * WIDTH * FLOAT_BYTES
+    assert not fits(shift - 1)
+    assert fits(shift)
+
+
+def test_a_piece_of_what_is_there_needs_no_more() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = square()
+            self.register_buffer("table", torch.rand(100, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = self.fc(x).view(-1).view(x.shape).t()
+            return self.get_buffer("table").t().t() @ turned.relu_()
+
+    units, _ = by_name(Net(), {"x": torch.randn(5, WIDTH)})
+    kept = [unit.kept_bytes // FLOAT_BYTES for unit in units.values()]
+    assert [size for size in kept if size] == [5 * WIDTH, 5 * WIDTH, 2 * 5 * 100]
+
+
+def test_a_module_that_cannot_be_copied() -> None:
+    class Locked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.lock = threading.Lock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() < 1e9 else x  # kept whole
+
+    graph = read(nn.Sequential(Locked(), square()))
+    with pytest.raises(
+        ModelError, match=r"a Locked cannot be copied \(.*lock.*cuts= and no example="
+    ):
+        profile(graph, {graph.inputs[0]: torch.randn(5, WIDTH)})
+
+
+def test_what_was_used_for_the_last_time_is_let_go() -> None:
+    """The activations of a whole model may be more than rank 0 can hold."""
+    made_so_far: list[StorageWeakRef] = []
+    most = 0
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal most
+            made = x * 2 if x.sum() < 1e9 else x  # kept whole, as it cannot be read
+            made_so_far.append(StorageWeakRef(made.untyped_storage()))
+            most = max(most, sum(not each.expired() for each in made_so_far))
+            return made
+
+    graph = read(nn.Sequential(*(Counts() for _ in range(20))))
+    profile(graph, {graph.inputs[0]: torch.randn(5, WIDTH)})
+    assert 0 < most < 5
 
 
 def test_what_has_a_gradient() -> None:
@@ -398,3 +509,39 @@ def test_a_module_that_holds_what_it_has_computed() -> None:
     graph = read(nn.Sequential(normed, nn.Linear(4, 4)))
     units, _ = profile(graph, {graph.inputs[0]: torch.ones(2, 4)})
     assert [unit.name for unit in units] == graph.names()
+
+
+def test_what_can_wait_of_a_backward_pass_is_measured_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64))
+    model[2].requires_grad_(False)
+    units, _ = profile(read(model), {"input_1": torch.randn(256, 64)})
+    first, relu, frozen, norm = units
+    assert 0 < first.weights_s <= first.backward_s
+    assert [unit.weights_s for unit in (relu, frozen, norm)] == [0.0] * 3
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Extra(nn.Module):
+    """Layers with a parameter that another step uses, and with one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.first.scale = nn.Parameter(torch.ones(8))
+        self.second = nn.Linear(8, 8)
+        self.second.adapter = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * self.first.scale)
+
+
+def test_a_layer_with_parameters_that_its_own_step_does_not_use() -> None:
+    units, _ = profile(read(Extra()), {"x": torch.randn(4, 8)})
+    assert [unit.weights_s > 0 for unit in units] == [True, False, True]
+
+
+def test_a_layer_whose_output_needs_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model[0].register_forward_hook(lambda module, args, output: output.detach())
+    units, _ = profile(read(model), {"input_1": torch.randn(4, 8)})
+    assert units[0].weights_s == 0.0
