@@ -186,7 +186,7 @@ def test_other_versions(lab: Lab, tmp_path: Path) -> None:
 
 def test_another_clock_and_other_code(lab: Lab, tmp_path: Path) -> None:
     """The desktop's clock is 90 s ahead (as its Python tells: one machine has one clock), the
-    server's folder has another file, and the rest is well."""
+    server's folder has another file and its runs can have none, and the rest is well."""
     project, other = tmp_path / "project", tmp_path / "other"
     for folder, text in ((project, "steps = 1"), (other, "steps = 2")):
         folder.mkdir()
@@ -204,13 +204,15 @@ def test_another_clock_and_other_code(lab: Lab, tmp_path: Path) -> None:
         wrapper.write_text(f'#!/bin/sh\n{before} {sys.executable} "$@"\n')
         wrapper.chmod(0o755)
     lines = {name: f'python = "{tmp_path}/python-{name}"' for name in pythons}
-    file = hosts_toml(tmp_path, {"laptop": "", **lines})
+    lines["server"] += '\nfolder = "/proc/nope"'
+    file = hosts_toml(tmp_path, {"laptop": 'folder = "/proc/nope"', **lines})
     bad = doctor(lab, "--no-sync", "--hosts", file, cwd=project).bad()
-    assert set(bad) == {"desktop, clock", "server, code"}
+    assert set(bad) == {"desktop, clock", "server, code", "server, disk"}
     assert re.match(r"its clock is (89|90)\.\d s ahead of this host's", bad["desktop, clock"])
     assert "timedatectl set-ntp true" in bad["desktop, clock"]
     assert f"the files in {project} are not those that are here" in bad["server, code"]
     assert "leave --no-sync out" in bad["server, code"]
+    assert "can be made in /proc/nope (No such file or directory)" in bad["server, disk"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from processes import PROMPT_S, SHOAL, Running, all_gone, until
 from safetensors.torch import load_file
 from ssh_hosts import Lab, ssh_lab, why_not
 
+from shoal.launch.agent import secrets_folder
 from shoal.version import VERSION
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -50,12 +51,31 @@ if os.environ["RANK"] == "1":
     sys.exit(7)
 time.sleep(1000)
 """
+KEEP = """
+import os, pathlib
+results = pathlib.Path(os.environ["SHOAL_RESULTS"])
+for name in ("model.pt", "logs/rank0.log", "server/model.pt"):
+    (results / name).parent.mkdir(exist_ok=True)
+    (results / name).write_text("of rank " + os.environ["RANK"])
+print("said")
+"""
+ABSENT = """
+import os, shoal
+if os.environ["RANK"] != "1":
+    shoal.join()
+"""
 FLOOD = """
 import os, sys
 for number in range(30_000):
     print(number, "x" * (number % 100))
 print("\\x1b[2J", flush=True)
 sys.stdout.buffer.write(b"\\xff\\r\\n" + b"y" * 200_000)
+"""
+COUNT = """
+import itertools, os, pathlib
+(pathlib.Path(os.environ["SHOAL_RESULTS"]) / f"of{os.environ['RANK']}.txt").write_text("kept")
+for number in itertools.count():
+    print(number)
 """
 BOSS = """
 import torch, shoal
@@ -137,7 +157,8 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     scripts = {"hello": HELLO, "wait": WAIT, "fail": FAIL, "flood": FLOOD, "boss": BOSS}
-    scripts |= {"syncs": SYNCS, "plain": PLAIN, "choices": CHOICES}
+    scripts |= {"syncs": SYNCS, "plain": PLAIN, "choices": CHOICES, "keep": KEEP, "absent": ABSENT}
+    scripts |= {"count": COUNT}
     for name, text in scripts.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "beside.txt").write_text("this came along")
@@ -224,8 +245,10 @@ def test_training_led_by_another_host(
     """Results come back; the weights are those of ranks on one host."""
     words = ("train", *TRAIN, "--threads", "1")
     run = launch(*words, "--hosts", "desktop,laptop")
+    assert run.end() == 0, run.said
+    # Not at the same time: to import torch four times is most of it, and each has its limit.
     alone = start(*SHOAL, *words, "--workers", "2", "--out", str(project / "alone"))
-    assert (run.end(), alone.end()) == (0, 0), run.said + alone.said
+    assert alone.end() == 0, alone.said
     folder = run_folder(project)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["hosts"] == ["desktop", "laptop"]
@@ -233,10 +256,23 @@ def test_training_led_by_another_host(
     assert f"kept in runs/{folder.name}" in run.out
     assert (folder / "metrics.jsonl").stat().st_size > 0
     assert {log.name for log in (folder / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+    assert not (folder / "laptop").exists(), "its rank left nothing"
     (other,) = (project / "alone").iterdir()
     ours, theirs = (load_file(each / "model.safetensors") for each in (folder, other))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
     nothing_is_left(lab)
+
+
+def test_results_of_the_same_name_are_kept_apart(launch: Launch, project: Path) -> None:
+    """The user's own host is one of those that do not lead."""
+    run = launch("run", "--hosts", "desktop,server,laptop", "keep.py")
+    assert run.end() == 0, run.said
+    for rank, kept in enumerate(("model.pt", "server/model.pt", "laptop/model.pt")):
+        assert (run_folder(project) / kept).read_text() == f"of rank {rank}"
+    assert (run_folder(project) / "logs/rank0.log").read_text() == "said\n", "which is ours"
+    for kept in ("logs/rank0.log", "server/model.pt"):
+        assert (run_folder(project) / "desktop" / kept).read_text() == "of rank 0"
+    assert not (run_folder(project) / "desktop/model.pt").exists()
 
 
 def test_every_sync_over_both_transports_with_no_keys_by_hand(launch: Launch) -> None:
@@ -263,7 +299,16 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
     assert "[desktop 1] about to fail" in run.out
     assert "shoal: rank 1 (desktop, pid " in run.err
     assert "ended with exit code 7" in run.err
+    assert run.err.endswith(f"of this run is in {run_folder(project).relative_to(project)}\n")
     assert (run_folder(project) / "server" / "so far.txt").read_text() == "kept"
+    nothing_is_left(lab)
+
+
+def test_a_rank_that_ended_well_and_is_waited_for_is_named(lab: Lab, launch: Launch) -> None:
+    """Another of its host runs on."""
+    run = launch("run", "--hosts", "laptop,desktop:2", "--threads", "1", "absent.py")
+    run.until_says("shoal: rank 1 (desktop) has ended with exit code 0, and rank ")
+    run.interrupt()
     nothing_is_left(lab)
 
 
@@ -279,9 +324,35 @@ def test_ctrl_c(lab: Lab, launch: Launch, project: Path, signum: int) -> None:
     run = waiting(launch)
     run.interrupt(signum)
     assert run.process.returncode == 128 + signum, run.said
-    assert run.err == ""
+    folder = run_folder(project).relative_to(project)
+    *before, last = run.err.splitlines()
+    assert last == f"shoal: what there is of this run is in {folder}"
+    assert all(line.startswith("copying ") for line in before), run.err  # on a busy machine
     for kept in ("of0.txt", "desktop/of1.txt", "server/of2.txt"):
         assert (run_folder(project) / kept).read_text() == "kept"
+    nothing_is_left(lab)
+    assert folders_on(lab, "desktop", "server") == []
+
+
+def test_ctrl_c_while_ranks_say_more_than_can_be_shown(
+    lab: Lab, launch: Launch, project: Path
+) -> None:
+    """Their logs end somewhere, and have no holes; no agent is taken for one that hangs."""
+    run = launch("run", "--hosts", "laptop,desktop,server", "count.py")
+    run.until(
+        lambda: all(f"[{host.name} {n}] 5000\n" in run.out for n, host in enumerate(lab.hosts))
+    )
+    run.interrupt()
+    assert run.process.returncode == 130, run.err
+    folder = run_folder(project).relative_to(project)
+    assert run.err.splitlines()[-1] == f"shoal: what there is of this run is in {folder}"
+    assert "stays there" not in run.err
+    for kept in ("of0.txt", "desktop/of1.txt", "server/of2.txt"):
+        assert (run_folder(project) / kept).read_text() == "kept"
+    for rank in range(3):
+        *lines, _ = (run_folder(project) / f"logs/rank{rank}.log").read_text().split("\n")
+        assert lines == [str(number) for number in range(len(lines))]
+        assert len(lines) > 5000
     nothing_is_left(lab)
     assert folders_on(lab, "desktop", "server") == []
 
@@ -356,20 +427,82 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(
         until(lambda host=host: not host.processes(), f"nothing runs on {host.name}")  # type: ignore[misc]
 
 
+def agent_on(lab: Lab, name: str) -> psutil.Process:
+    found = [psutil.Process(pid) for pid in lab[name].processes()]
+    (agent,) = [each for each in found if words(each)[-1] == "shoal.launch.agent"]
+    return agent
+
+
 def test_after_an_agent_that_was_killed_another_tidies_up(lab: Lab, launch: Launch) -> None:
     """As the kernel does where memory is short: ranks had children in sessions of their own."""
     run = waiting(launch)
-    agents = [psutil.Process(pid) for pid in lab["desktop"].processes()]
-    (agent,) = [each for each in agents if words(each)[-1] == "shoal.launch.agent"]
-    agent.kill()
+    agent_on(lab, "desktop").kill()
     assert run.end() == 1, run.said
     assert "shoal: desktop: its agent was killed" in run.err
-    assert "processes that its ranks had left there were ended" in run.err
+    assert "desktop: what was left of this run there was ended: " in run.err
     nothing_is_left(lab)
     (kept,) = folders_on(lab, "desktop", "server")
     assert [path.name for path in kept.rglob("*")] == ["results", "of1.txt"]
     assert f"stays there: desktop:{kept}/results" in run.err
     shutil.rmtree(kept)
+
+
+def test_an_agent_that_hangs_is_ended_by_another(lab: Lab, launch: Launch) -> None:
+    run = waiting(launch)
+    agent_on(lab, "desktop").send_signal(signal.SIGSTOP)
+    run.interrupt()
+    assert run.process.returncode == 130, run.said
+    assert "shoal: desktop: its agent, which answered no more, was ended there, with" in run.err
+    nothing_is_left(lab)
+    (kept,) = folders_on(lab, "desktop", "server")
+    assert [path.name for path in kept.rglob("*")] == ["results", "of1.txt"]
+    shutil.rmtree(kept)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_host_that_is_lost(lab: Lab, launch: Launch) -> None:
+    """And the command that ends what may be left there is told all the same."""
+    run = waiting(launch)
+    agent, desktop = agent_on(lab, "desktop"), lab["desktop"]
+    desktop.freeze_sshd()
+    try:
+        before = ssh_to(run, "desktop")
+        agent.send_signal(signal.SIGSTOP)
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda: ssh_to(run, "desktop") - before)
+        assert run.interrupt() < 2 * PROMPT_S  # of the 20 s that another agent has
+    finally:
+        desktop.thaw_sshd()
+    assert run.process.returncode == 130, run.said
+    (command,) = re.findall(r"desktop: processes .* may be left there. To end them: (.*)", run.err)
+    done = lab["laptop"].run("sh", "-c", command)
+    assert done.returncode == 0, done.stderr
+    nothing_is_left(lab)
+    (name,) = re.findall(r"SHOAL_RUN=(\S+)", command)
+    shutil.rmtree(secrets_folder(name))  # which nobody is left to remove, as the docs say
+    for folder in folders_on(lab, "desktop", "server"):
+        shutil.rmtree(folder)
+
+
+def ssh_to(run: Launched, name: str) -> set[int]:
+    return {each.pid for each in run.family() if words(each)[0] == "ssh" and name in words(each)}
+
+
+def test_a_copy_is_given_up_and_removed_if_the_agent_is_killed_meanwhile(
+    lab: Lab, launch: Launch, project: Path
+) -> None:
+    tools = project.parent / "tools"
+    tools.mkdir()
+    on_and_on = f"touch {tools}/copied; exec sleep 1000"
+    (tools / "rsync").write_text(f'#!/bin/sh\n{shutil.which("rsync")} "$@"; {on_and_on}\n')
+    (tools / "rsync").chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    run = launch("run", "--hosts", "laptop,desktop", "hello.py", PATH=path)
+    run.until(lambda: (tools / "copied").exists())
+    agent_on(lab, "desktop").kill()
+    assert run.end() == 1, run.said
+    assert "shoal: desktop: its agent was killed" in run.err
+    nothing_is_left(lab)
+    assert folders_on(lab, "desktop") == []
 
 
 def test_much_output_and_a_line_without_an_end(launch: Launch, project: Path) -> None:
@@ -488,7 +621,10 @@ def test_what_the_config_of_ssh_says(lab: Lab, launch: Launch) -> None:
     """Behind a jump host, the desktop sees the server's address where the laptop's is expected."""
     config = lab["laptop"].home / ".ssh/config"
     usual = config.read_text()
-    config.write_text("Host desktop\n    ProxyJump server\n    RemoteCommand tmux attach\n" + usual)
+    for_logging_in = ["RemoteCommand tmux attach", "PermitLocalCommand yes", "LocalCommand echo in"]
+    for_logging_in += ["SessionType none", "StdinNull yes", "ForkAfterAuthentication yes"]
+    ours = "\n    ".join(["Host desktop", "ProxyJump server", *for_logging_in])
+    config.write_text(f"{ours}\n{usual}")
     try:
         run = launch("run", "--hosts", "laptop,desktop", "plain.py")
         assert run.end() == 0, run.said
@@ -531,6 +667,11 @@ def test_shoal_where_there_was_none(lab: Lab, launch: Launch, project: Path) -> 
     assert run.end() == 0, run.said
     found = lab["desktop"].run(str(python), "-c", "import shoal.version as v; print(v.VERSION)")
     assert found.stdout.split() == [VERSION], found.stderr
+    run = launch("run", "--hosts", "desktop", "hello.py")
+    code = run.end()
+    shutil.rmtree(python.parents[1])  # it comes first there, and lacks what it needs
+    assert code == 1, run.said
+    assert "Install shoal anew: shoal hosts install desktop" in run.err
 
 
 def path_without(folder: Path, *tools: str) -> str:
@@ -538,7 +679,7 @@ def path_without(folder: Path, *tools: str) -> str:
     folder.mkdir()
     for place in ("/usr/bin", "/bin", "/usr/sbin"):
         for tool in Path(place).iterdir():
-            if tool.name not in tools and not (folder / tool.name).exists():
+            if tool.name not in tools and not os.path.lexists(folder / tool.name):
                 (folder / tool.name).symlink_to(tool)
     return f"PATH={folder}"
 

@@ -295,14 +295,15 @@ with ssh_lab(Path({str(tmp_path)!r}), ("laptop", "desktop")) as lab:
     assert len(left) == 3
     hosts.remove_leftovers()  # whose owner is alive they stay
     assert ours(killed.process.pid) == left
+    running = [psutil.Process(pid) for name in left for pid in hosts.processes(name)]
+    assert len(running) >= 2
     owner = psutil.Process(killed.process.pid)
     owner.kill()
     until(lambda: owner.status() == psutil.STATUS_ZOMBIE, "nobody has taken note of its end")
-    running = [psutil.Process(pid) for name in left for pid in hosts.processes(name)]
-    assert len(running) == 2
     hosts.remove_leftovers()
-    assert ours(killed.process.pid) == []
-    assert all_gone(running)
+    # Another test process may have been at it, and not be done.
+    until(lambda: ours(killed.process.pid) == [], "what it left is gone")
+    assert all_gone([each for each in running if each != owner])
     killed.end()
 
 

@@ -28,17 +28,19 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         for table in _tables(rows, console):
             console.print(table)
             console.print()
+    is_cut_elsewhere = not console.is_terminal  # lines of a file are as long as they are
     for host in diagnosis.hosts:
         if why := _why(host):
-            console.print(Text(why, style="dim"), soft_wrap=True)
+            console.print(Text(why, style="dim"), soft_wrap=is_cut_elsewhere)
     console.print()
     found = findings(diagnosis)
     for finding in found:
         cell = finding.cell
         style = STYLES[cell.verdict]
         head = f"{MARKS[cell.verdict]}{finding.where}, {finding.what}: "
-        console.print(Text.assemble((head, style), cell.sentence), soft_wrap=True)
-        if cell.remedy:
+        text = Text.assemble((head, style), cell.sentence)
+        console.print(text, soft_wrap=is_cut_elsewhere)
+        if cell.remedy:  # in one piece, to be copied
             console.print(Text(f"    {cell.remedy}", style="bold"), soft_wrap=True)
     if not found:
         console.print(Text("all is well", style="green"))

@@ -81,7 +81,13 @@ def install(
 
     shoal hosts install desktop --hosts hosts.toml
     """
-    install_on(_chosen(names or [], hosts), shlex.split(pip), typer.echo)
+    try:
+        words = shlex.split(pip)
+    except ValueError as error:
+        raise SettingsError(
+            [f"--pip {pip}: {error}. Close what you opened, as for a shell."]
+        ) from error
+    install_on(_chosen(names or [], hosts), words, typer.echo)
 
 
 def _chosen(names: list[str], hosts: str | None) -> list[Host]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import typer
 
 from shoal.cli.order import RankOrder
+from shoal.errors import RunFailed
 from shoal.launch.addresses import Site
 from shoal.launch.hosts import Host
-from shoal.launch.local import EVENTS_FD, Interrupted
+from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
+from shoal.launch.missed import Missed
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe, end_in
 from shoal.launch.output import under
@@ -51,12 +54,13 @@ def run_script(
             tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=environment))
         return tasks
 
-    def show(host: Host, rank: int, stream: str, text: str) -> None:
-        print(under(f"[{host.name} {rank}] ", text), file=getattr(sys, stream), flush=True)
-
-    watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
+    missed = Missed(tell)
+    watcher = Watcher(
+        show, missed.note_event, waiting_line(sys.stderr), tell, begin_line,
+        on_end=lambda host, rank: missed.note_end(rank, host.name),
+    )  # fmt: skip
     try:
-        with folder_while_needed(out, name_of(command)) as folder:
+        with folder_while_needed(out, name_of(command)) as folder, _told_where(folder):
             cause = run_on_hosts(
                 hosts, folder, make_tasks, watcher,
                 project=Path.cwd(), sync=sync, threads=threads, secret_files=keys_of_run(),
@@ -66,6 +70,7 @@ def run_script(
         raise typer.Exit(interrupted.exit_code) from None
     if cause is not None:
         print(f"shoal: {describe(cause)}", file=sys.stderr)
+        _tell_where(folder)
         raise typer.Exit(cause.exit_code)
 
 
@@ -78,12 +83,22 @@ def train_on_hosts(
     hosts: list[Host], settings: TrainSettings, terminal: Terminal, *, sync: bool
 ) -> int:
     """A training run; returns the exit code."""
+    try:
+        return _train_in_folder(hosts, settings, terminal, sync)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+
+
+def _train_in_folder(
+    hosts: list[Host], settings: TrainSettings, terminal: Terminal, sync: bool
+) -> int:
     with ExitStack() as stack:
         if settings.verify:  # nothing is kept of it
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         else:
             name = settings.name or settings.model.rpartition(":")[2]
             folder = stack.enter_context(folder_while_needed(settings.out, name))
+            stack.enter_context(_told_where(folder))
         return _train(hosts, settings, terminal, folder, sync)
 
 
@@ -99,7 +114,7 @@ def _train(
                 settings, folder=site.results, device=site.host.device or settings.device
             )
             order = RankOrder(settings=own, way=way, interface=site.interface)
-            arguments = ["-m", "shoal.cli.rank", EVENTS_FD, msgspec.json.encode(order).decode()]
+            arguments = ["-m", "shoal.cli.rank", msgspec.json.encode(order).decode()]
             quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
             tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=quiet))
         return tasks
@@ -114,14 +129,11 @@ def _train(
     def notify(text: str) -> None:
         terminal.handle(events.Waiting(text=text))
 
-    try:
-        cause = run_on_hosts(
-            hosts, folder, make_tasks, Watcher(on_line, on_event, notify, tell),
-            project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=keys,
-            uses_interfaces=True,
-        )  # fmt: skip
-    except Interrupted as interrupted:
-        return interrupted.exit_code
+    cause = run_on_hosts(
+        hosts, folder, make_tasks, Watcher(on_line, on_event, notify, tell, begin_line),
+        project=Path.cwd(), sync=sync, threads=settings.threads, secret_files=keys,
+        uses_interfaces=True,
+    )  # fmt: skip
     if cause is not None:
         terminal.failure(describe(cause), cause.traceback)
         return cause.exit_code
@@ -130,9 +142,36 @@ def _train(
     return 0
 
 
+def show(host: Host, rank: int, stream: str, text: str) -> None:
+    """A line of a rank's, in one piece: where a signal cuts it off, none is left without its end,
+    to come out when this program has said its last."""
+    line = under(f"[{host.name} {rank}] ", text)
+    print(f"{line}\n", end="", file=getattr(sys, stream), flush=True)
+
+
+def begin_line() -> None:
+    print(file=sys.stderr, flush=True)
+
+
 def tell(text: str) -> None:
-    """Beside an error."""
+    """Beside an error, or what may become one."""
     print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _told_where(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (Interrupted, RunFailed):
+        _tell_where(folder)
+        raise
+
+
+def _tell_where(folder: Path) -> None:
+    """What there is of a run that did not come to its end, if it had begun."""
+    with suppress(OSError):  # the terminal may be gone
+        if any(folder.iterdir()):
+            tell(f"what there is of this run is in {folder}")
 
 
 def owners(sites: list[Site]) -> list[Site]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.cli.hosts_run import owners, tell
+from shoal.cli.hosts_run import begin_line, owners, show, tell
 from shoal.errors import SettingsError
 from shoal.launch.addresses import Site, address_here
 from shoal.launch.hosts import Host
@@ -17,7 +17,6 @@ from shoal.launch.local import Interrupted
 from shoal.launch.messages import RankTask
 from shoal.launch.on_hosts import Watcher, run_on_hosts
 from shoal.launch.outcome import describe
-from shoal.launch.output import under
 from shoal.rendezvous.ways import Way
 from shoal.report.run_folder import folder_while_needed
 from shoal.report.waiting import waiting_line
@@ -67,14 +66,12 @@ def workers_on_hosts(
                 for n, name in enumerate(devices)
             ]
 
-        def show(host: Host, rank: int, stream: str, text: str) -> None:
-            print(under(f"[{host.name} {rank}] ", text), file=getattr(sys, stream), flush=True)
-
-        watcher = Watcher(on_line=show, notify=waiting_line(sys.stderr), tell=tell)
+        watcher = Watcher(show, notify=waiting_line(sys.stderr), tell=tell, begin_line=begin_line)
         try:
             cause = run_on_hosts(
                 hosts, folder, make_tasks, watcher,
                 project=Path.cwd(), sync=sync, threads=threads, secret_files=secret_files,
+                has_results=False,
             )  # fmt: skip
         except Interrupted as interrupted:
             raise typer.Exit(interrupted.exit_code) from None

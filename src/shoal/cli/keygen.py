@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.errors import KeyFileError
 from shoal.wire.keys import (
     default_authorized_keys_path,
     default_key_path,
@@ -30,7 +31,7 @@ def keygen(
     path = key or default_key_path()
     pair, name = new_pair(), own_name()
     write_pair(path, pair, name)
-    print(
+    told = (
         f"secret key: {path} (never copy it to another machine)\n"
         f"public key: {public_path(path)}\n"
         "\n"
@@ -39,6 +40,13 @@ def keygen(
         f"Append this line to {_from_home(default_authorized_keys_path())} on every machine that "
         "shall let this one in."
     )
+    try:
+        print(told, flush=True)
+    except OSError as error:
+        raise KeyFileError(
+            f"the key was made, and cannot be shown ({error.strerror}): its public line is in "
+            f"{public_path(path)}"
+        ) from error
 
 
 def _from_home(path: Path) -> str:

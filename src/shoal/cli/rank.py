@@ -1,4 +1,4 @@
-"""What `shoal train` starts as each rank: `python -m shoal.cli.rank EVENTS_FD ORDER`.
+"""What `shoal train` starts as each rank: `python -m shoal.cli.rank ORDER`.
 
 Nothing is printed here: what there is to say goes to the launcher as events.
 """
@@ -12,13 +12,14 @@ import msgspec
 from shoal.cli.boss_rank import run_boss
 from shoal.cli.ending import exit_now
 from shoal.cli.order import RankOrder
-from shoal.report.events import pipe_emitter
+from shoal.report.events import launcher_emitter
 from shoal.train.rank import run_rank
 
 
-def main(events_fd: str, encoded_order: str) -> int:
+def main(encoded_order: str) -> int:
     order = msgspec.json.decode(encoded_order, type=RankOrder)
-    emit = pipe_emitter(int(events_fd))
+    emit = launcher_emitter()
+    assert emit is not None, "a launcher starts this"
     if order.boss_port:
         code = run_boss(order.settings, order.boss_port, emit)
     else:

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.hosts_run import RESULTS_VARIABLE, name_of, run_script
+from shoal.cli.hosts_run import RESULTS_VARIABLE, name_of, run_script, tell
 from shoal.cli.options import Hosts, NoSync, no_sync_faults
 from shoal.errors import SettingsError
 from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
-from shoal.launch.outcome import describe
+from shoal.launch.missed import Missed
+from shoal.launch.outcome import RankEnd, describe, end_in
 from shoal.launch.output import text_of, under
 from shoal.launch.scripts import as_copied
 from shoal.network import reserve_port
@@ -111,8 +112,18 @@ def _run_here(
         prefix = f"[{rank}] " if workers > 1 else ""
         print(under(prefix, text_of(line)), file=getattr(sys, stream), flush=True)
 
+    missed = Missed(tell)
+
+    def on_event(rank: int, line: bytes) -> RankEnd | None:
+        missed.note_event(rank, line)
+        return end_in(rank, line)
+
+    def on_end(end: RankEnd) -> None:
+        if end.return_code == 0:  # else the run is over
+            missed.note_end(end.rank, end.host)
+
     try:
-        cause = run_ranks(commands, Listener(on_line=show))
+        cause = run_ranks(commands, Listener(on_line=show, on_event=on_event, on_end=on_end))
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
     if cause is not None:

@@ -18,7 +18,7 @@ from shoal.cli.order import RankOrder
 from shoal.errors import EXIT_FAILED, SettingsError
 from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import Host, read_hosts
-from shoal.launch.local import EVENTS_FD, Interrupted, Listener, RankCommand, Stream, run_ranks
+from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
 from shoal.launch.outcome import RankEnd, describe, end_in
 from shoal.launch.output import text_of
 from shoal.network import describe_interfaces, interfaces, reserve_port
@@ -388,8 +388,7 @@ def _launch(
     commands = []
     for way in ways[:1] if settings.boss else ways:
         order = RankOrder(settings=settings, way=way, interface=interface, boss_port=port)
-        argv = [sys.executable, "-m", "shoal.cli.rank", EVENTS_FD]
-        argv.append(msgspec.json.encode(order).decode())
+        argv = [sys.executable, "-m", "shoal.cli.rank", msgspec.json.encode(order).decode()]
         commands.append(RankCommand(rank=way.rank, argv=argv, environment=env))
     for number in range(1, len(ways) + 1) if settings.boss else ():
         argv = [sys.executable, "-m", "shoal", "worker", "--once", "--quiet"]

@@ -191,7 +191,7 @@ class _Examination:
         orders = {
             host.name: Examine(
                 names=[name for name in names if name != host.name],
-                folder=host.folder,
+                folder=None if self._agents.is_here(host) else host.folder,  # where none is made
                 project=None if self._project is None else str(self._project),
             )
             for host in self._able()

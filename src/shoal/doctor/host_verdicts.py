@@ -284,7 +284,10 @@ def _gpu(host: HostFacts) -> Cell:
 def _disk(host: HostFacts) -> Cell:
     if host.condition is None:
         return UNKNOWN
-    free = host.condition.free_disk_bytes
+    fault, free = host.condition.folder_fault, host.condition.free_disk_bytes
+    if fault and not host.is_here:  # where the run folder is all that is needed
+        remedy = "give one that this user may write: " + host.host.advise('folder = "PATH"')
+        return bad("no folder", fault, remedy)
     text = f"{_gib(free)} GiB"
     if free >= LITTLE_DISK_BYTES:
         return ok(text)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.launch.descendants import RUN_VARIABLE, kill_marked
+from shoal.launch.descendants import RUN_VARIABLE, kill_marked, kill_program
 from shoal.launch.local import (
     Interrupted,
     Listener,
@@ -38,9 +38,11 @@ from shoal.launch.local import (
     stop_signals,
 )
 from shoal.launch.messages import (
+    AGENT,
     Alive,
     Clean,
     Done,
+    Ended,
     Examine,
     FindAddress,
     FindPort,
@@ -53,7 +55,6 @@ from shoal.launch.messages import (
     Port,
     Prepare,
     Prepared,
-    Probe,
     Refused,
     Report,
     Said,
@@ -68,11 +69,11 @@ from shoal.launch.messages import (
 from shoal.launch.outcome import RankEnd, end_in
 from shoal.launch.output import Lines
 from shoal.launch.probing import answer
+from shoal.launch.room import base_of
 from shoal.rendezvous.ways import ends_of_ssh, inherited_environment
 from shoal.settings import (
     CONFIG_VARIABLE,
     THREADS_VARIABLE,
-    cache_dir,
     threads_each,
     threads_in_environment,
 )
@@ -85,6 +86,8 @@ SILENT = (
     f"it heard nothing from this command for {SILENCE_S:g} s and ended its ranks. Was the command "
     "suspended (Ctrl-Z), or this machine asleep?"
 )
+WRITE_S = 0.1
+"""How soon it is noticed, while the launcher takes nothing, that there is something else to do."""
 REMOVE_S = 5.0
 """How long a copy that was cut short may go on writing into a folder that is to be removed."""
 
@@ -93,10 +96,10 @@ class Agent:
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
-        self._is_cut = False
-        """Whether the last thing said was interrupted in its middle."""
+        self._unsaid = bytearray()
+        """Reports that the launcher has not taken yet."""
         self._is_running = threading.Event()
-        """Whether there is something that Stop ends: ranks, or a measurement."""
+        """Whether there are ranks."""
         self._is_stopped = threading.Event()
         """Whether the launcher wants the ranks ended."""
         self._folder: Path | None = None
@@ -108,6 +111,7 @@ class Agent:
 
     def serve(self) -> int:
         """Until the launcher leaves."""
+        os.set_blocking(1, False)
         with stop_signals():
             try:
                 self._say(_here())
@@ -138,21 +142,27 @@ class Agent:
             case Sweep():
                 self._say(self._sweep(order))
             case TellTime() | FindAddress() | Listen() | Measure() | Examine():
-                self._say(self._probe(order))
+                self._say(answer(order))
             case _:
                 pass
 
     def _say(self, report: Report) -> None:
         if self._is_left.is_set():
             return
-        data = encode(report)
         with self._writing:
-            if self._is_cut:
-                data = b"\n" + data
-            self._is_cut = True
-            while data:
-                data = data[os.write(1, data) :]
-            self._is_cut = False
+            self._unsaid += encode(report)
+            self._write()
+
+    def _write(self) -> None:
+        """All that is unsaid; but a launcher that is slow to take it is not waited for while ranks
+        are to be ended. Then it is said with the next report: nothing is left out."""
+        while self._unsaid and not self._is_left.is_set():
+            try:
+                del self._unsaid[: os.write(1, self._unsaid)]
+            except BlockingIOError:
+                if self._is_stopped.is_set() and self._is_running.is_set():
+                    return
+                select.select([], [1], [], WRITE_S)
 
     def _remove(self) -> None:
         """The keys and the folder of the run; but not what ranks left and nobody has."""
@@ -160,6 +170,8 @@ class Agent:
             remove(self._secrets)
         if self._folder is None:
             return
+        if not self._is_fetched.is_set():  # it ended before its time: a copy may be under way
+            kill_marked(self._folder.name)
         remove(self._folder / "code")
         if self._is_fetched.is_set() or not self._has_results():
             remove(self._folder)
@@ -170,15 +182,8 @@ class Agent:
         results = self._folder / "results"
         return results.is_dir() and any(results.iterdir())
 
-    def _probe(self, order: Probe) -> Report:
-        self._is_running.set()
-        try:
-            return answer(order)
-        finally:
-            self._is_running.clear()
-
     def _prepare(self, order: Prepare) -> Prepared | Refused:
-        base = _base(order.folder)
+        base = base_of(order.folder)
         self._folder = base / order.run
         code, results = self._folder / "code", self._folder / "results"
         if order.project is not None and not Path(order.project).is_dir():
@@ -206,9 +211,12 @@ class Agent:
         return Prepared(code=str(code), results=str(results))
 
     def _sweep(self, order: Sweep) -> Swept:
-        self._folder = _base(order.folder) / order.run  # and so ours to remove
+        self._folder = base_of(order.folder) / order.run  # and so ours to remove
         self._secrets = secrets_folder(order.run)
-        return Swept(ended=kill_marked(order.run))
+        ended = kill_marked(order.run)
+        if order.agent is not None:  # last: its ranks would go with it, and not be counted
+            kill_program(order.agent, AGENT)
+        return Swept(ended=ended)
 
     def _start(self, order: Start) -> None:
         own = {"PYTHONUNBUFFERED": "1", RUN_VARIABLE: order.run}
@@ -229,9 +237,11 @@ class Agent:
         os.chdir(order.folder)
         try:
             self._is_running.set()
-            if self._is_stopped.is_set():  # before we came to it
-                raise Interrupted(signal.SIGTERM)
-            cause = run_ranks(commands, Listener(self._on_line, self._on_event, self._on_hidden))
+            listener = Listener(
+                self._on_line, self._on_event, self._on_hidden, self._on_end,
+                sees_all=False, is_stopped=self._is_stopped.is_set,
+            )  # fmt: skip
+            cause = run_ranks(commands, listener)
         except Interrupted:
             if not self._is_stopped.is_set():  # the launcher is gone: there is nobody to tell
                 raise
@@ -250,6 +260,10 @@ class Agent:
     def _on_event(self, rank: int, line: bytes) -> RankEnd | None:
         self._say(Said(rank=rank, event=line.decode()))
         return end_in(rank, line)
+
+    def _on_end(self, end: RankEnd) -> None:
+        if end.return_code == 0:  # else the run is over
+            self._say(Ended(rank=end.rank))
 
     # -- in threads --------------------------------------------------------------------------------
 
@@ -270,8 +284,6 @@ class Agent:
         match order:
             case Stop():
                 self._is_stopped.set()
-                if self._is_running.is_set():
-                    _interrupt()
             case Clean():
                 self._is_fetched.set()
             case Ping():
@@ -284,7 +296,7 @@ class Agent:
         if is_silent and self._writing.acquire(blocking=False):
             # Whoever wakes up later may want to know; but we wait for nobody now.
             with suppress(OSError):
-                if select.select([], [1], [], 0)[1]:
+                if not self._unsaid:
                     os.write(1, encode(Refused(reason=SILENT)))
             self._writing.release()
         self._is_left.set()
@@ -299,11 +311,6 @@ class Agent:
                 self._say(Alive())
             except OSError:
                 return  # whoever listens notices too
-
-
-def _base(folder: str | None) -> Path:
-    """Where runs have their folders."""
-    return (Path(folder).expanduser() if folder else cache_dir() / "runs").absolute()
 
 
 def _interrupt() -> None:
@@ -356,9 +363,15 @@ def _write_secrets(folder: Path, contents: dict[str, str]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """All of it, even if a copy is still under way there, whose end is near."""
+    """All of it, even if a copy is still under way there, whose end is near; and even if a folder
+    of the user's code, or of the results, may not be written to."""
     deadline = time.monotonic() + REMOVE_S
     while folder.exists() and time.monotonic() < deadline:
+        for path, names, _ in os.walk(folder):
+            for inside in (Path(path, name) for name in names):  # which it looks into only then
+                with suppress(OSError):  # it is gone, or another user's
+                    if not inside.is_symlink():
+                        inside.chmod(0o700)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -26,11 +26,13 @@ import msgspec
 from shoal.closing import Closing
 from shoal.errors import MeetingError, RunFailed
 from shoal.launch.hosts import Host
-from shoal.launch.local import CAUSE_GRACE_S, die_with_parent
+from shoal.launch.local import CAUSE_GRACE_S, die_with_parent, uncut
 from shoal.launch.loss import Loss, loss_of, losses_together, version_faults
 from shoal.launch.messages import (
+    AGENT,
     Alive,
     Done,
+    Ended,
     Here,
     Line,
     Order,
@@ -45,15 +47,14 @@ from shoal.launch.messages import (
 )
 from shoal.launch.outcome import RankEnd, cause_of
 from shoal.launch.output import Lines, shown
-from shoal.launch.ssh import find_python, ssh_argv
+from shoal.launch.ssh import find_python, ssh_argv, ssh_needed
 
 START_S = 60.0
 """How long a host may take to answer."""
 SILENCE_S = 15.0
 PING_S = 2.0
 ENDING_S = 3.0
-"""How long agents have to end their ranks."""
-AGENT = "shoal.launch.agent"
+"""How long agents have to end their ranks, once they have passed on what those had said."""
 
 Answer = TypeVar("Answer", bound=Report)
 
@@ -74,6 +75,8 @@ class _Agent:
     reports: list[Report] = field(default_factory=list)
     """Answers that nobody has taken yet."""
     is_done: bool = False
+    passed_on_at: float = 0.0
+    """When the last thing that its ranks said was."""
     writing: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, order: Order) -> bool:
@@ -87,12 +90,21 @@ class _Agent:
             return False
         return True
 
+    def is_ending(self, since: float) -> bool:
+        """Whether it may still tell that its ranks have ended. What they said before comes first,
+        and however much that is, it is no sign of one that hangs."""
+        return not self.is_done and time.monotonic() < max(since, self.passed_on_at) + ENDING_S
+
     def loss(self, what: str) -> Loss:
         return Loss(self.host.name, what, self._said)
 
     def loss_by_silence(self, *, why: str = "") -> Loss:
         what = f"nothing was heard from it for {time.monotonic() - self.heard_at:.0f} s{why}."
-        return Loss(self.host.name, what, self._said, way="cut")
+        return Loss(self.host.name, what, self._said, way="silent", agent=self._pid)
+
+    def loss_by_delay(self) -> Loss:
+        what = f"its ranks did not end within {ENDING_S:g} s."
+        return Loss(self.host.name, what, self._said, way="late", agent=self._pid)
 
     def loss_of_process(self) -> Loss:
         return loss_of(
@@ -102,6 +114,10 @@ class _Agent:
             was_up=self.hello is not None,
             by_ssh=not self.is_here,
         )
+
+    @property
+    def _pid(self) -> int | None:
+        return self.hello.pid if self.hello else None
 
     @property
     def _said(self) -> str:
@@ -122,7 +138,8 @@ class Agents(Closing):
         """Hosts, not this one, on which ranks left something to be fetched."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
-        self._on_report: Callable[[Host, Line | Said], None] = lambda host, report: None
+        self._keep: Callable[[Line], None] = lambda line: None
+        self._on_report: Callable[[Host, Line | Said | Ended], None] = lambda host, report: None
         self._is_closed = threading.Event()
         # A thread: what the main one does may take long, a terminal that is held up for example.
         self._pinging = threading.Thread(target=self._ping, name="shoal-pings", daemon=True)
@@ -140,14 +157,15 @@ class Agents(Closing):
             argv = [sys.executable, "-m", AGENT]
         else:
             argv = ssh_argv(host, find_python(host, AGENT))
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for us, and we tell them
-            preexec_fn=die_with_parent(signal.SIGTERM),  # so that it can end its ranks
-        )
+        with ssh_needed():
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,  # Ctrl-C is for us, and we tell them
+                preexec_fn=die_with_parent(signal.SIGTERM),  # so that it can end its ranks
+            )
         agent = _Agent(host, process, is_here)
         self._agents.append(agent)
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -164,17 +182,22 @@ class Agents(Closing):
             raise MeetingError("\n".join(faults))
         return found
 
-    def arrivals(self) -> dict[str, Here]:
+    def arrivals(self, limit_s: float = START_S) -> dict[str, Here]:
         """By host, when all are up or lost."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + limit_s
         with self._losses_together():
             while missing := [a for a in self._here() if a.hello is None]:
                 if time.monotonic() > deadline:
-                    what = f"nothing was heard from its agent for {START_S:g} s."
+                    what = f"nothing was heard from its agent for {limit_s:g} s."
                     for agent in missing:
                         self._lose(agent, agent.loss(what))
                 self._turn()
         return {agent.host.name: agent.hello for agent in self._agents if agent.hello}
+
+    def look(self) -> None:
+        """At what they have said by now, while something else is waited for; is one lost?"""
+        with self._losses_together():
+            self._turn(wait_s=0)
 
     def greeting(self, host: Host) -> str:
         """A line that its shell prints at every login, into all that is copied; empty: none."""
@@ -226,10 +249,17 @@ class Agents(Closing):
                 agent.tell(order)
 
     def run(
-        self, starts: Sequence[Start], on_report: Callable[[Host, Line | Said], None]
+        self,
+        starts: Sequence[Start],
+        on_report: Callable[[Host, Line | Said | Ended], None],
+        keep: Callable[[Line], None] = lambda line: None,
     ) -> RankEnd | None:
-        """Run all ranks to their end. Returns the one to blame, or None if all went well."""
-        self._on_report = on_report
+        """Run all ranks to their end. Returns the one to blame, or None if all went well.
+
+        on_report: may take long, and be cut short by a signal.
+        keep: gets every line before that, and none is missing, whatever comes when.
+        """
+        self._on_report, self._keep = on_report, keep
         self._is_gathering = True  # while all are being stopped for one, others may be lost too
         for agent, start in zip(self._agents, starts, strict=True):
             self._tell(agent, start)
@@ -269,15 +299,18 @@ class Agents(Closing):
         for agent in self._agents:
             if not agent.is_done:
                 self._tell(agent, Stop())
-        deadline = time.monotonic() + ENDING_S
-        while not all(a.is_done for a in self._agents) and time.monotonic() < deadline:
+        begun = time.monotonic()
+        for agent in self._agents:
+            self._take_all(agent)  # an interrupted turn may have left something
+        self._new_ends()
+        while any(a.is_ending(begun) for a in self._agents):
             self._turn()
             self._new_ends()
         for agent in self._agents:
             if not agent.is_done:
                 is_silent = time.monotonic() > agent.heard_at + 2 * PING_S
-                late = agent.loss(f"its ranks did not end within {ENDING_S:g} s.")
-                self.lost[agent.host.name] = agent.loss_by_silence() if is_silent else late
+                loss = agent.loss_by_silence() if is_silent else agent.loss_by_delay()
+                self.lost[agent.host.name] = loss
                 agent.is_done = True
 
     @property
@@ -316,8 +349,8 @@ class Agents(Closing):
 
     # -- one turn ----------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        ready = self._selector.select(timeout=0.1)
+    def _turn(self, wait_s: float = 0.1) -> None:
+        ready = self._selector.select(timeout=wait_s)
         looked_at = time.monotonic()
         for key, _ in ready:
             self._read(*key.data)
@@ -345,14 +378,16 @@ class Agents(Closing):
         """What there is; whether there may be more."""
         stream = agent.process.stdout if name == "stdout" else agent.process.stderr
         assert stream is not None
+        lines = agent.lines[name]
         try:
-            data = os.read(stream.fileno(), 256 * 1024)
+            with uncut:
+                if data := os.read(stream.fileno(), 256 * 1024):
+                    lines.add(data)
+                else:
+                    lines.end()
         except BlockingIOError:
             return False
-        lines = agent.lines[name]
-        for line in lines.feed(data) if data else lines.finish():
-            if name == "stdout":
-                self._take(agent, line)
+        self._take_all(agent)
         if not data:
             self._selector.unregister(stream)
             stream.close()
@@ -363,25 +398,44 @@ class Agents(Closing):
             while stream is not None and not stream.closed and self._read(agent, name):
                 continue
 
-    def _take(self, agent: _Agent, line: bytes) -> None:
+    def _take_all(self, agent: _Agent) -> None:
+        """What has come from it, in order; what is left by an interruption, the next time."""
+        while agent.lines["stderr"].take() is not None:
+            continue  # it is remembered there
+        is_more = True
+        while is_more:
+            with uncut:
+                line = agent.lines["stdout"].take()
+                is_more = line is not None
+                report = self._take(agent, line) if line is not None else None
+            if report is not None:
+                self._on_report(agent.host, report)
+                agent.passed_on_at = time.monotonic()
+
+    def _take(self, agent: _Agent, line: bytes) -> Line | Said | Ended | None:
+        """Returns what is not only for us."""
         try:
             report = read_report(line)
         except (msgspec.ValidationError, msgspec.DecodeError):
             agent.lines["stderr"].keep(line)  # a shell's greeting, or an error of its own
             if agent.hello is None:
                 agent.greeting = agent.greeting or shown(line)
-            return
+            return None
         match report:
             case Here():
                 agent.hello = report
-            case Line() | Said():
-                self._on_report(agent.host, report)
+            case Line():
+                self._keep(report)
+                return report
+            case Said() | Ended():
+                return report
             case Refused(reason=reason):
                 self._lose(agent, agent.loss(reason))
             case Alive():
                 pass
             case _:
                 agent.reports.append(report)
+        return None
 
     def close(self) -> None:
         """End of the pipes, and so of all ranks; then of whoever has not heard it."""
@@ -392,6 +446,8 @@ class Agents(Closing):
                 agent.process.stdin.close()
         deadline = time.monotonic() + ENDING_S
         for agent in self._agents:
+            if agent.host.name in self.lost and not agent.is_here:
+                agent.process.kill()  # ssh; whoever had its time already gets no more
             while agent.process.poll() is None and time.monotonic() < deadline:
                 for key, _ in self._selector.select(timeout=0.05):
                     self._read(*key.data)

@@ -17,6 +17,7 @@ from typing import IO
 
 from shoal.closing import Closing
 from shoal.errors import RunFailed
+from shoal.launch.descendants import RUN_VARIABLE
 from shoal.launch.hosts import Host
 from shoal.launch.local import die_with_parent, signal_group
 from shoal.launch.output import shown
@@ -44,6 +45,8 @@ class Copy:
     here: Path
     there: str
     by_rsync: bool
+    run: str
+    """The name of the run's part there, by which the agent knows what to end with it."""
     is_back: bool = False
     out: Path | None = None
     """Where run folders are made: those of this run and of earlier ones stay at home."""
@@ -82,8 +85,10 @@ def copy_all(
     copies: Sequence[Copy],
     limit_s: float = LIMIT_S,
     on_failure: Callable[[Copy, RunFailed], None] = _raise,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """At the same time. on_failure: is told of each that fails; else the first is raised."""
+    """At the same time. on_failure: is told of each that fails; else the first is raised.
+    meanwhile: looks for reasons to give it all up, again and again."""
     with ExitStack() as stack:
         running = []
         for copy in copies:
@@ -95,6 +100,7 @@ def copy_all(
                 running.remove(each)
                 if error := each.failure():
                     on_failure(each.copy, error)
+            meanwhile()
             if time.monotonic() > deadline:
                 for each in running:
                     on_failure(each.copy, each.too_long(limit_s))
@@ -203,6 +209,8 @@ def _remedy(said: str, copy: Copy) -> str:
             f"is copied. `ssh {copy.host.target} true` must print nothing."
         )
     if "Permission denied (13)" in said or "Cannot open: Permission denied" in said:
+        if copy.is_back:
+            return f"Not all of it may be read there. Let yourself: chmod -R u+rX {copy.there}"
         return f"What you may not read stays at home if its name is in {IGNORE_FILE}."
     if "not found" in said or "Cannot exec" in said:
         return "rsync on both sides is needed, or tar on both."
@@ -218,12 +226,12 @@ def _programs(copy: Copy) -> list[list[str]]:
     excluded = [f"--exclude={name}" for name in names]
     if uses_rsync:
         return [_rsync(copy, excluded)]
-    there = shlex.quote(copy.there)
+    tar = f"{_marked(copy)} tar -C {shlex.quote(copy.there)}"
     if copy.is_back:
         unpack = ["tar", "-C", str(copy.here), "--no-same-owner", "-x"]
-        return [_compressed(ssh_argv(copy.host, f"tar -C {there} -c .")), unpack]
+        return [_compressed(ssh_argv(copy.host, f"{tar} -c .")), unpack]
     pack = ["tar", "-C", str(copy.here), *excluded, "-c", "."]
-    return [pack, _compressed(ssh_argv(copy.host, f"tar -C {there} -x"))]
+    return [pack, _compressed(ssh_argv(copy.host, f"{tar} -x"))]
 
 
 def _compressed(ssh: list[str]) -> list[str]:
@@ -235,4 +243,12 @@ def _rsync(copy: Copy, excluded: list[str]) -> list[str]:
     ssh = shlex.join(ssh_argv(copy.host, "")[:-2])
     here, there = f"{copy.here}/", f"{copy.host.target}:{copy.there}/"
     ends = [there, here] if copy.is_back else [here, there]
-    return ["rsync", "-rlptz", "-e", ssh, *excluded, *ends]
+    at_host = ["--rsync-path", f"{_marked(copy)} rsync"]
+    # Results of the same size and second may be others: what came last counts, as with tar.
+    all_of_it = ["--ignore-times"] if copy.is_back else []
+    return ["rsync", "-rlptz", *all_of_it, "-e", ssh, *at_host, *excluded, *ends]
+
+
+def _marked(copy: Copy) -> str:
+    """What the program there is to begin with: sshd may keep it long after the cable was cut."""
+    return f"env {shlex.quote(f'{RUN_VARIABLE}={copy.run}')}"

@@ -74,6 +74,15 @@ def kill_marked(run: str) -> int:
     return len(ended)
 
 
+def kill_program(pid: int, word: str) -> None:
+    """If this process still is one whose command has that word in it."""
+    with suppress(psutil.Error):  # it has gone, or is another user's
+        process = psutil.Process(pid)
+        if any(word in part for part in process.cmdline()):
+            process.kill()
+            process.wait(KILL_S)
+
+
 def _marked(run: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():

@@ -6,7 +6,7 @@
 ssh = "me@desktop.local"        # what is typed behind ssh; default: the name
 address = "192.168.0.2"         # where the crew finds it; default: where ssh does
 slots = 2                       # ranks on it; default: 1
-python = "~/venv/bin/python"    # default: the path of ours, else what is found there
+python = "~/venv/bin/python"    # default: that of `shoal hosts install`, else what is found
 folder = "~/work"               # where runs have their folders; default: ~/.cache/shoal/runs
 device = "cuda"                 # default: as --device says
 interface = "enp3s0"            # default: the one on the route to the leader

@@ -16,7 +16,7 @@ from shoal.errors import RunFailed
 from shoal.launch.hosts import Host
 from shoal.launch.local import die_with_parent
 from shoal.launch.loss import Loss, ssh_remedy, torch_index
-from shoal.launch.ssh import SSH_FAILED, VENV, ssh_argv
+from shoal.launch.ssh import SSH_FAILED, VENV, ssh_argv, ssh_needed
 from shoal.version import VERSION
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: shoal\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -87,7 +87,7 @@ def _install(
     host: Host, archive: Path, words: Sequence[str], tell: Callable[[str], None]
 ) -> Loss | None:
     script = ["sh", "-c", _INSTALL, "shoal", VENV, host.python or "", *words]
-    with archive.open("rb") as packed:
+    with archive.open("rb") as packed, ssh_needed():
         process = subprocess.Popen(
             ssh_argv(host, f"exec {shlex.join(script)}"),
             stdin=packed,
@@ -98,13 +98,24 @@ def _install(
         )
     assert process.stdout is not None
     last = ""
-    for text in process.stdout:
-        last = text.strip() or last
-        tell(f"[{host.name}] {text.rstrip()}")
+    with process.stdout:
+        for text in process.stdout:
+            last = text.strip() or last
+            tell(f"[{host.name}] {text.rstrip()}")
     code = process.wait()
     if code == 0:
         return None
     said = f"\n  {last}" if last else ""
     if code == SSH_FAILED:
         return Loss(host.name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))
-    return Loss(host.name, "shoal could not be installed.", said)
+    return Loss(host.name, "shoal could not be installed.", said, _remedy(last))
+
+
+def _remedy(last: str) -> str:
+    """For the last line that pip said."""
+    if "No matching distribution found" not in last:
+        return ""
+    return (
+        "Does it reach the index of packages from there? If another one does: --pip '--index-url "
+        "URL'. Without a network, from a folder on that host: --pip '--no-index --find-links DIR'."
+    )

@@ -24,19 +24,18 @@ from typing import IO, Literal
 from shoal.launch.descendants import Descendants
 from shoal.launch.outcome import RankEnd, cause_of, is_consequence
 from shoal.launch.output import Lines
+from shoal.report.events import pipe_name
+from shoal.settings import PIPE_VARIABLE
 
 TERM_GRACE_S = 0.4
 """Between the polite signal and the last one; Ctrl-C is to be over within a second."""
 CAUSE_GRACE_S = 2.0
 """How long to look for the cause when the first rank to end only lost a peer."""
-TRACEBACK_HOLD_S = 1.0
-"""How long a traceback is held back, to see whether its rank was the one to blame."""
+TRACEBACK_HOLD_S = 3.0
+"""How long a traceback is held back, to see whether its rank was the one to blame. On a busy host
+a process takes its time to end."""
 CONSEQUENCE_HOLD_S = 10.0
-"""The same, of one that says that a peer was lost: its rank is about to end, and another is the
-cause. On a busy host both take their time."""
-
-EVENTS_FD = "{events_fd}"
-"""In a command: stands for the descriptor that the rank writes its events to."""
+"""The same, of a rank that has lost a peer: it is about to end, and another is the cause."""
 
 Stream = Literal["stdout", "stderr"]
 
@@ -59,7 +58,13 @@ class Listener:
     on_event: Callable[[int, bytes], RankEnd | None] = lambda rank, line: None
     """A line of the rank's event pipe. May return what the rank says of its own failure."""
     on_hidden: Callable[[int, bytes], None] = lambda rank, line: None
-    """A line of a traceback, on standard error, that only follows from another rank's."""
+    """A line of a traceback, on standard error, that another rank's may be the cause of."""
+    on_end: Callable[[RankEnd], None] = lambda end: None
+    sees_all: bool = True
+    """Whether there are no other ranks elsewhere, so that the cause is known here."""
+    is_stopped: Callable[[], bool] = lambda: False
+    """Whether the ranks are to be ended. Asked between two things that they say: unlike a signal,
+    it cuts none of them in its middle."""
 
 
 class Interrupted(Exception):
@@ -79,6 +84,9 @@ class _Rank:
         default_factory=lambda: {"stdout": Lines(), "stderr": Lines(), "events": Lines(None)}
     )
     said: RankEnd | None = None
+    is_cut: bool = False
+    """Whether something that it said is being passed on, or was when a signal came: then the rest
+    of it is lost, and so is what came after it, which would hide that."""
     held: list[bytes] = field(default_factory=list)
     held_since: float | None = None
 
@@ -97,12 +105,13 @@ class _Rank:
 def run_ranks(commands: Sequence[RankCommand], listener: Listener) -> RankEnd | None:
     """Run all to their end. Returns the rank to blame, or None if all went well.
 
-    Raises Interrupted, with no rank left, when this process is told to stop.
+    Raises Interrupted, with no rank left, when this process or its listener is told to stop.
     """
     with stop_signals():
         supervisor = _Supervisor(listener)
         try:
             for command in commands:
+                supervisor.check()
                 supervisor.start(command)
             return supervisor.watch()
         finally:
@@ -126,8 +135,8 @@ class _Supervisor:
         read_fd, write_fd = os.pipe()
         try:
             process = subprocess.Popen(
-                [str(write_fd) if part == EVENTS_FD else part for part in command.argv],
-                env=dict(command.environment),
+                command.argv,
+                env={**command.environment, PIPE_VARIABLE: pipe_name(write_fd)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -150,6 +159,7 @@ class _Supervisor:
     def watch(self) -> RankEnd | None:
         deadline: float | None = None
         while self._running:
+            self.check()
             for key, _ in self._selector.select(timeout=0.1):
                 self._read(*key.data)
             self._release_held()
@@ -166,19 +176,27 @@ class _Supervisor:
         cause = cause_of(self._ends)
         for rank in self._ranks:
             # Of several tracebacks only the cause's is shown; the others follow from it.
-            if cause is None or rank.rank == cause.rank:
+            if cause is None or (rank.rank == cause.rank and self._listener.sees_all):
                 self._show_held(rank)
         return cause
 
+    def check(self) -> None:
+        """Whether to go on."""
+        if self._listener.is_stopped():
+            raise Interrupted(signal.SIGTERM)
+
     def _read(self, rank: _Rank, name: str) -> None:
         stream = dict(rank.streams())[name]
+        rank.is_cut = True
         try:
             data = os.read(stream.fileno(), 256 * 1024)
         except BlockingIOError:
+            rank.is_cut = False
             return
         lines = rank.lines[name]
         for line in lines.feed(data) if data else lines.finish():
             self._pass_on(rank, name, line)
+        rank.is_cut = False
         if not data:
             self._selector.unregister(stream)
             stream.close()
@@ -201,7 +219,7 @@ class _Supervisor:
         for rank in self._running:
             if rank.held_since is None:
                 continue
-            is_echo = is_consequence(rank.lines["stderr"].tail)
+            is_echo = self._only_lost_a_peer(rank)
             limit_s = CONSEQUENCE_HOLD_S if is_echo else TRACEBACK_HOLD_S
             if time.monotonic() - rank.held_since > limit_s:
                 self._show_held(rank)
@@ -215,22 +233,27 @@ class _Supervisor:
     def _note_end(self, rank: _Rank) -> None:
         self._drain(rank)
         code = rank.process.returncode
-        tail = rank.lines["stderr"].tail
         said = rank.said
-        self._ends.append(
-            RankEnd(
-                rank=rank.rank,
-                host=self._host,
-                pid=rank.process.pid,
-                return_code=code,
-                message=said.message if said else "",
-                traceback=said.traceback if said else "",
-                is_consequence=said.is_consequence if said else is_consequence(tail),
-            )
+        end = RankEnd(
+            rank=rank.rank,
+            host=self._host,
+            pid=rank.process.pid,
+            return_code=code,
+            message=said.message if said else "",
+            traceback=said.traceback if said else "",
+            is_consequence=self._only_lost_a_peer(rank),
         )
+        self._ends.append(end)
+        self._listener.on_end(end)
+
+    def _only_lost_a_peer(self, rank: _Rank) -> bool:
+        if rank.said is not None:
+            return rank.said.is_consequence
+        return is_consequence(rank.lines["stderr"].tail)
 
     def _drain(self, rank: _Rank) -> None:
         """Read what is left, but do not wait for grandchildren that keep a pipe open."""
+        rank.is_cut = True
         for name, stream in rank.streams():
             while not stream.closed:
                 before = stream.fileno()
@@ -245,6 +268,7 @@ class _Supervisor:
                     self._pass_on(rank, name, line)
                 self._selector.unregister(stream)
                 stream.close()
+        rank.is_cut = False
 
     def _pids(self) -> set[int]:
         return {rank.process.pid for rank in self._ranks}
@@ -263,9 +287,12 @@ class _Supervisor:
             rank.process.wait()
         self._descendants.reap(set())
         for rank in self._ranks:  # what they said until then is not lost
-            self._drain(rank)
-            for line in rank.held:
-                self._listener.on_hidden(rank.rank, line)
+            if not rank.is_cut:
+                self._drain(rank)
+                for line in rank.held:
+                    self._listener.on_hidden(rank.rank, line)
+            for _, stream in rank.streams():
+                stream.close()
         self._selector.close()
 
 
@@ -290,6 +317,32 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
     return bind
 
 
+class _Uncut:
+    """What is begun in here is not cut by a stop signal, which is heard at the end of it: nothing
+    is lost between where it was taken from and where it is put. For what does not wait."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._came: int | None = None
+
+    def __enter__(self) -> None:
+        self._is_inside = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_inside = False
+        if self._came is not None:
+            signum, self._came = self._came, None
+            raise Interrupted(signum)
+
+    def interrupt(self, signum: int) -> None:
+        if not self._is_inside:
+            raise Interrupted(signum)
+        self._came = signum
+
+
+uncut = _Uncut()
+"""Of the main thread, which is the one that hears signals."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -300,7 +353,7 @@ def stop_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[N
     def stop(signum: int, frame: FrameType | None) -> None:
         for each in signals:
             signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(signum)
+        uncut.interrupt(signum)
 
     before = {each: signal.signal(each, stop) for each in signals}
     try:

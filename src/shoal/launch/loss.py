@@ -28,9 +28,12 @@ class Loss:
     remedy: str = ""
     part: str = "ssh"
     """Of the host, which is at fault: ssh, python or shoal."""
-    way: Literal["", "cut", "killed"] = ""
-    """In which it was lost, once it was there: with the connection; or somebody, perhaps the kernel
-    for want of memory, has killed its agent, which then could not tidy up."""
+    way: Literal["", "cut", "silent", "late", "killed"] = ""
+    """In which it was lost, once it was there: with the connection; its agent says nothing any
+    more, or does not end its ranks; or somebody, perhaps the kernel for want of memory, has killed
+    it, and it could not tidy up."""
+    agent: int | None = None
+    """The process id of its agent, where that may hang."""
 
     @property
     def text(self) -> str:
@@ -87,7 +90,11 @@ def losses_together(hosts: Sequence[Host], losses: Mapping[str, Loss]) -> str:
     """All of them, in words. hosts: those that are reached by ssh."""
     text = "\n".join(loss.text for loss in losses.values())
     lost = [losses[host.name] for host in hosts if host.name in losses]
-    if len(hosts) > 1 and len(lost) == len(hosts) and all(loss.way == "cut" for loss in lost):
+    if (
+        len(hosts) > 1
+        and len(lost) == len(hosts)
+        and all(loss.way in ("cut", "silent") for loss in lost)
+    ):
         text += "\nAll at once: is it this machine that is cut off?"
     return text
 

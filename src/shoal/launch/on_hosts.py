@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from shoal.errors import RunFailed, SettingsError, StorageError
 from shoal.launch.addresses import Site, meeting_address, with_interfaces
@@ -21,6 +23,7 @@ from shoal.launch.copying import LIMIT_S, Copy, can_rsync, copy_all, ignore_faul
 from shoal.launch.hosts import Host
 from shoal.launch.local import Interrupted, stop_signals
 from shoal.launch.messages import (
+    Ended,
     FindPort,
     Line,
     Port,
@@ -54,6 +57,10 @@ class Watcher:
     """What is being waited for."""
     tell: Callable[[str], None] = lambda text: None
     """What is to be known beside the error that a run ends with."""
+    begin_line: Callable[[], None] = lambda: None
+    """Before that, where one was cut in its middle."""
+    on_end: Callable[[Host, int], None] = lambda host, rank: None
+    """Of a rank, with exit code 0."""
 
 
 def run_on_hosts(
@@ -67,25 +74,40 @@ def run_on_hosts(
     threads: int | None,
     secret_files: dict[str, str] | None = None,
     uses_interfaces: bool = False,
+    has_results: bool = True,
 ) -> RankEnd | None:
     """All of it. Returns the rank to blame, or None if all went well.
 
     run_folder: gets each rank's log, and the results of the leader.
     make_tasks: of each rank, when sites and ways are known.
     uses_interfaces: ranks are told which is theirs, so what hosts.toml says of them must be true.
+    has_results: ranks may leave some, and whoever waits for them is told where they stayed.
     """
     if sync and (faults := ignore_faults(project)):
         raise SettingsError(faults)
     # The logs are closed last: agents that leave have last words.
     with stop_signals(), Logs(run_folder / "logs") as logs, Agents(hosts) as agents:
+        run = f"{run_folder.name}-{secrets.token_hex(4)}"
+        # With their names, since hosts may share the folder that runs are in.
+        runs = {host.name: f"{run}-{host.name}" for host in hosts}
+        tidy = partial(sweep, hosts, runs, agents.lost, watcher.notify)
         try:
-            watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
-            sites = _prepare(agents, hosts, run_folder, project, sync, watcher.notify)
-            if uses_interfaces:
-                sites = with_interfaces(agents, sites)
-        finally:
-            watcher.notify("")
-        ways = _ways(agents, sites)
+            try:
+                watcher.notify(f"waiting for {', '.join(host.name for host in hosts)}.")
+                sites = _prepare(agents, hosts, runs, run_folder, project, sync, watcher.notify)
+                if uses_interfaces:
+                    sites = with_interfaces(agents, sites)
+            finally:
+                watcher.notify("")
+            ways = _ways(agents, sites)
+        except RunFailed:
+            try:
+                told = tidy()
+            except Interrupted:  # what went wrong is told all the same
+                told = tidy(gives_up=True)
+            for text in told:
+                watcher.tell(text)
+            raise
         tasks = make_tasks(sites, ways)
         wanted = str(threads) if threads else threads_in_environment()
         starts = []
@@ -98,41 +120,64 @@ def run_on_hosts(
                 )
             )  # fmt: skip
         logs.begin([task.rank for task in tasks])
-        return _run(agents, sites, starts, Results(sites, run_folder), logs, watcher)
+        with Results(sites, run_folder, may_be_missed=has_results) as results:
+            return _run(agents, starts, tidy, results, logs, watcher)
+
+
+class _Tidy(Protocol):
+    def __call__(self, *, gives_up: bool = False) -> list[str]: ...
 
 
 def _run(
     agents: Agents,
-    sites: Sequence[Site],
     starts: Sequence[Start],
+    tidy: _Tidy,
     results: Results,
     logs: Logs,
     watcher: Watcher,
 ) -> RankEnd | None:
-    is_ending = False
+    is_ending = is_showing = False
+    hidden: dict[int, list[tuple[Host, Line]]] = {}
 
-    def on_report(host: Host, report: Line | Said) -> None:
-        if isinstance(report, Line):
-            try:
-                logs.write(report.rank, report.data)
-            except StorageError:
-                if not is_ending:  # else there is more to be told of, or nothing any more
-                    raise
+    def show(host: Host, line: Line) -> None:
+        nonlocal is_showing
+        is_showing = True
+        watcher.on_line(host, line.rank, line.stream, shown(line.data))
+        is_showing = False
+
+    def keep(line: Line) -> None:
+        try:
+            logs.write(line.rank, line.data)
+        except StorageError:
+            if not is_ending:  # else there is more to be told of, or nothing any more
+                raise
+
+    def on_report(host: Host, report: Line | Said | Ended) -> None:
         if is_ending:  # the terminal may be gone, or held up: what is left to do needs none
             return
         if isinstance(report, Said):
             watcher.on_event(report.rank, report.event.encode())
+        elif isinstance(report, Ended):
+            watcher.on_end(host, report.rank)
         elif report.is_shown:
-            watcher.on_line(host, report.rank, report.stream, shown(report.data))
+            show(host, report)
+        else:
+            hidden.setdefault(report.rank, []).append((host, report))
 
     try:
-        cause = agents.run(starts, on_report)
-        faults = sweep(sites, agents.lost) + results.fetch(agents, LIMIT_S)
+        cause = agents.run(starts, on_report, keep)
+        if cause is not None:  # the agents leave it to us whose traceback is shown
+            for host, line in hidden.get(cause.rank, []):
+                show(host, line)
+        faults = tidy() + results.fetch(agents, LIMIT_S)
     except BaseException:
         is_ending = True
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which may follow an error of the terminal
         with suppress(OSError):
-            for text in _rescue(agents, sites, results):
+            told = _rescue(agents, tidy, results)
+            if is_showing:
+                watcher.begin_line()
+            for text in told:
                 watcher.tell(text)
         raise
     is_ending = True
@@ -143,19 +188,23 @@ def _run(
     return cause
 
 
-def _rescue(agents: Agents, sites: Sequence[Site], results: Results) -> list[str]:
+def _rescue(agents: Agents, tidy: _Tidy, results: Results) -> list[str]:
     """After an error, or after Ctrl-C; a second one ends it at once. What is to be told of it."""
+    told = None
     try:
         with stop_signals((signal.SIGINT, signal.SIGTERM)):
             agents.stop()
-            return sweep(sites, agents.lost) + results.fetch(agents, RESCUE_S)
+            told = tidy()
+            return told + results.fetch(agents, RESCUE_S)
     except Interrupted:
-        return [f"what ranks left, if anything, stays there: {results.places}"]
+        told = tidy(gives_up=True) if told is None else told
+        return told + results.stay()
 
 
 def _prepare(
     agents: Agents,
     hosts: Sequence[Host],
+    runs: Mapping[str, str],
     run_folder: Path,
     project: Path,
     sync: bool,
@@ -163,9 +212,6 @@ def _prepare(
 ) -> list[Site]:
     hellos = agents.hellos()
     others = [host for host in hosts if not agents.is_here(host)]
-    run = f"{run_folder.name}-{secrets.token_hex(4)}"
-    # With their names, since hosts may share the folder that runs are in.
-    runs = {host.name: f"{run}-{host.name}" for host in hosts}
     orders = {
         host.name: Prepare(
             run=runs[host.name],
@@ -181,18 +227,20 @@ def _prepare(
     for host in hosts:
         hello = hellos[host.name]
         if host not in others:
-            results = str(run_folder.absolute())
+            own = run_folder if host is hosts[0] else run_folder / host.name
+            results = str(own.absolute())
             sites.append(Site(host, hello, True, str(project), results, runs[host.name]))
             continue
         folders = made[host.name]
         by_rsync = hello.has_rsync and can_rsync()
         if sync:
-            copies.append(Copy(host, project, folders.code, by_rsync, out=run_folder.parent))
+            code, run = folders.code, runs[host.name]
+            copies.append(Copy(host, project, code, by_rsync, run, out=run_folder.parent))
         place = folders.code if sync else str(project)
         sites.append(Site(host, hello, False, place, folders.results, runs[host.name]))
     if copies:
         notify(f"copying {project} to {', '.join(copy.host.name for copy in copies)}.")
-    copy_all(copies)
+    copy_all(copies, meanwhile=agents.look)  # a copy may take long, and be in vain
     return sites
 
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.errors import EXIT_FAILED, EXIT_USAGE
+from shoal.errors import EXIT_FAILED, EXIT_USAGE, PeerLost
 from shoal.report import events
 
 PEER_LOST_WORDS = (
@@ -78,9 +78,14 @@ def end_in(rank: int, line: bytes) -> RankEnd | None:
 
 
 def is_consequence(stderr_tail: Sequence[str]) -> bool:
-    """Whether the last error on a script's stderr is that of a rank that lost a peer."""
+    """Whether the last error on a script's stderr is that of a rank that lost a peer.
+
+    Also where the script made an error of its own of it: then both stand there.
+    """
     last = next((line for line in reversed(stderr_tail) if line.strip()), "")
-    return any(word in last for word in PEER_LOST_WORDS)
+    return any(word in last for word in PEER_LOST_WORDS) or any(
+        f"{PeerLost.__module__}.{PeerLost.__name__}: " in line for line in stderr_tail
+    )
 
 
 def describe(end: RankEnd) -> str:

@@ -23,6 +23,8 @@ class Lines:
     def __init__(self, max_bytes: int | None = MAX_LINE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._rest = b""
+        self._whole: deque[bytes] = deque()
+        """Not taken yet."""
         self._last: deque[bytes] = deque(maxlen=TAIL_LINES)
 
     @property
@@ -32,14 +34,27 @@ class Lines:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Lines that are complete now. One longer than the limit comes in several pieces."""
+        self.add(data)
+        return iter(self.take, None)
+
+    def add(self, data: bytes) -> None:
+        """To be taken later. Whoever is interrupted meanwhile finds there what is left."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
             *pieces, last = self._cut(line)
-            for piece in (*pieces, last + b"\n"):
-                yield self.keep(piece)
+            self._whole += (*pieces, last + b"\n")
         *pieces, self._rest = self._cut(self._rest)
-        for piece in pieces:
-            yield self.keep(piece)
+        self._whole += pieces
+
+    def end(self) -> None:
+        """Nothing more is added: what was left without an end is a line too."""
+        if self._rest:
+            self._whole.append(self._rest)
+            self._rest = b""
+
+    def take(self) -> bytes | None:
+        """The next one that is complete, if there is one."""
+        return self.keep(self._whole.popleft()) if self._whole else None
 
     def _cut(self, line: bytes) -> list[bytes]:
         step = self._max_bytes or len(line) or 1
@@ -47,9 +62,8 @@ class Lines:
 
     def finish(self) -> Iterator[bytes]:
         """What was left without an end."""
-        if self._rest:
-            line, self._rest = self._rest, b""
-            yield self.keep(line)
+        self.end()
+        return iter(self.take, None)
 
     def keep(self, line: bytes) -> bytes:
         """Remember it as one of the last."""

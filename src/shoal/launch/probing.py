@@ -25,6 +25,7 @@ from shoal.launch.messages import (
     Report,
     TellTime,
 )
+from shoal.launch.room import base_of, room_in
 from shoal.launch.trial import listen, measure
 from shoal.network import (
     address_of,
@@ -35,7 +36,6 @@ from shoal.network import (
     outward_address,
     resolve,
 )
-from shoal.settings import cache_dir
 
 RESOLVE_S = 5.0
 """For all names together: a name server that does not answer takes longer."""
@@ -82,9 +82,7 @@ def _find_address(order: FindAddress) -> Address:
 def _examine(order: Examine) -> Condition:
     memory = psutil.virtual_memory()
     own_name = socket.gethostname()
-    folder = Path(order.folder).expanduser() if order.folder else cache_dir()
-    while not folder.exists():
-        folder = folder.parent
+    free_bytes, folder_fault = room_in(base_of(order.folder))
     return Condition(
         own_name=own_name,
         names=_resolve_all({own_name, *order.names}),
@@ -92,7 +90,8 @@ def _examine(order: Examine) -> Condition:
         memory_bytes=memory.total,
         free_memory_bytes=memory.available,
         gpus=_gpus(),
-        free_disk_bytes=shutil.disk_usage(folder).free,
+        free_disk_bytes=free_bytes,
+        folder_fault=folder_fault,
         firewalls=[tool for tool in FIREWALLS if shutil.which(tool, path=_TOOL_PATH)],
         code=None if order.project is None else fingerprint(Path(order.project)),
     )

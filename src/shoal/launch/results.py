@@ -1,11 +1,13 @@
 """What ranks leave: their logs, written here as they speak, and their results, fetched at the end.
 
-What the leader left goes right into the run folder, what others left into one of theirs.
+What hosts left goes into a folder of each; from there, what the leader left into the run folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -57,23 +59,34 @@ class Logs(Closing):
             file.close()
 
 
-class Results:
+class Results(Closing):
     """On the hosts where they are not here already."""
 
-    def __init__(self, sites: Sequence[Site], run_folder: Path) -> None:
+    def __init__(
+        self, sites: Sequence[Site], run_folder: Path, *, may_be_missed: bool = True
+    ) -> None:
+        """may_be_missed: somebody wants to know where those are that were not fetched."""
         self._sites = sites
         self._run_folder = run_folder
+        self._may_be_missed = may_be_missed
+        self._own = [Path(site.results) for site in sites[1:] if site.is_here]
+        for folder in self._own:  # ranks of this host find it there, and write into it
+            with storage_errors(folder):
+                folder.mkdir(exist_ok=True)
 
-    @property
-    def places(self) -> str:
-        return ", ".join(_place(site) for site in self._sites if not site.is_here)
+    def stay(self, among: Container[str] | None = None) -> list[str]:
+        """What is to be told of those that nobody has looked at; among: the names of hosts."""
+        others = [s for s in self._sites if not s.is_here]
+        places = [_place(s) for s in others if among is None or s.host.name in among]
+        if not places or not self._may_be_missed:
+            return []
+        return [f"what ranks left, if anything, stays there: {', '.join(places)}"]
 
     def fetch(self, agents: Agents, limit_s: float) -> list[str]:
         """What there is, from all that are still with us, which may remove it then. Returns what
         went wrong, and where it lies."""
         wanted = [site for site in self._sites if site.host in agents.with_results]
-        lost = [s for s in self._sites if s.host.name in agents.lost and not s.is_here]
-        faults = [f"what ranks left, if anything, stays there: {_place(site)}" for site in lost]
+        faults = self.stay(agents.lost)
         failed: list[Host] = []
 
         def stays(host: Host, there: str, error: ShoalError) -> None:
@@ -89,18 +102,40 @@ class Results:
                 copies.append(self._copy(site))
             except StorageError as error:
                 stays(site.host, site.results, error)
-        copy_all(copies, limit_s, on_failure)
+        try:
+            copy_all(copies, limit_s, on_failure)
+        finally:
+            self._lift()
         agents.tell([site.host for site in self._sites if site.host not in failed], Clean())
         return faults
 
     def _copy(self, site: Site) -> Copy:
-        here = self._run_folder
-        if site is not self._sites[0]:
-            here /= site.host.name
+        here = self._run_folder / site.host.name
         with storage_errors(here):
             here.mkdir(exist_ok=True)
         by_rsync = site.hello.has_rsync and can_rsync()
-        return Copy(site.host, here, site.results, by_rsync, is_back=True)
+        return Copy(site.host, here, site.results, by_rsync, site.run, is_back=True)
+
+    def _lift(self) -> None:
+        """What the leader left. What would lie on something of ours, such as the ranks' logs, or of
+        another host's, stays in the folder of its host."""
+        leader = self._sites[0]
+        folder = self._run_folder / leader.host.name
+        if leader.is_here or not folder.is_dir():
+            return
+        for path in list(folder.iterdir()):
+            target = self._run_folder / path.name
+            with suppress(OSError):  # a folder that may not be written to cannot be moved
+                if not os.path.lexists(target):
+                    path.rename(target)
+        with suppress(OSError):  # something has stayed
+            folder.rmdir()
+
+    def close(self) -> None:
+        """A folder that nothing was put into is removed."""
+        for folder in self._own:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
 
 
 def _place(site: Site) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
+from shoal.errors import RunFailed
 from shoal.launch.hosts import Host
 
 CONNECT_S = 10
@@ -47,8 +53,34 @@ def ssh_argv(host: Host, command: str) -> list[str]:
     """`command` is a line for the shell there. Asks nothing: several hosts at once cannot."""
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ClearAllForwardings=yes"]
     options += [f"ServerAliveInterval={ALIVE_S}", f"ServerAliveCountMax={MISSED}"]
-    options += ["RemoteCommand=none"]  # in place of one that the user's config has for logging in
+    # In place of what the user's config may have for logging in by hand, as scp does it.
+    options += ["RemoteCommand=none", "PermitLocalCommand=no", *_of_sessions()]
     return ["ssh", "-T", *(part for each in options for part in ("-o", each)), host.target, command]
+
+
+@cache
+def _of_sessions() -> tuple[str, ...]:
+    """More of these, for an ssh that knows them: an older one would refuse to start."""
+    try:
+        said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, timeout=CONNECT_S)
+    except (OSError, subprocess.TimeoutExpired):  # whoever starts it next tells of it
+        return ()
+    found = re.search(r"OpenSSH_(\d+)\.(\d+)", said.stderr)
+    if found is None or (int(found[1]), int(found[2])) < (8, 7):
+        return ()
+    return ("SessionType=default", "StdinNull=no", "ForkAfterAuthentication=no")
+
+
+@contextmanager
+def ssh_needed() -> Iterator[None]:
+    """Around what starts it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise RunFailed(
+            "there is no ssh here, by which other hosts are reached. Install it: "
+            "sudo apt install openssh-client"
+        ) from error
 
 
 def find_python(host: Host, module: str) -> str:
@@ -56,8 +88,9 @@ def find_python(host: Host, module: str) -> str:
     if host.python:
         candidates = [_home(host.python)]
     else:
-        candidates = [shlex.quote(sys.executable)]
-        candidates += [f'"$HOME"/{VENV}/bin/python', "python3", "python"]
+        # What `shoal hosts install` has made comes first: it mends an old shoal anywhere else.
+        candidates = [f'"$HOME"/{VENV}/bin/python', shlex.quote(sys.executable)]
+        candidates += ["python3", "python"]
     script = _FIND.format(
         candidates=" ".join(candidates), module=module, ask=_ASK,
         no_python=NO_PYTHON, no_shoal=NO_SHOAL, bad_python=BAD_PYTHON,

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from shoal.report.records import EpochRecord, Summary
+from shoal.settings import pipe_in_environment
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -105,6 +106,21 @@ def encode(event: Event) -> bytes:
 
 def decode(line: bytes) -> Event:
     return msgspec.json.decode(line, type=Event)  # type: ignore[no-any-return, unused-ignore]
+
+
+def pipe_name(fd: int) -> str:
+    """By which a rank knows that a descriptor is still its pipe."""
+    return f"{fd}:{os.fstat(fd).st_ino}"
+
+
+def launcher_emitter() -> Emit | None:
+    """To the launcher that has started this very process as a rank; None: there is none."""
+    name = pipe_in_environment()
+    number = name.partition(":")[0]
+    try:
+        return pipe_emitter(int(number)) if pipe_name(int(number)) == name else None
+    except (ValueError, OSError):
+        return None
 
 
 def pipe_emitter(fd: int) -> Emit:

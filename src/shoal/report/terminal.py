@@ -93,9 +93,10 @@ class Terminal(Closing):
                 f" ({event.train_samples:,} train, {event.test_samples:,} test)",
             )
         )
-        self._console.print(
-            f"{layout}{where} · global batch {event.batch_size} · {_threads(event.threads)} each\n"
-        )
+        first = f"{layout}{where}"
+        rest = f"global batch {event.batch_size} · {_threads(event.threads)} each"
+        fits = len(first) + len(rest) + 3 <= self._console.width or not self._console.is_terminal
+        self._console.print(f"{first}{' · ' if fits else chr(10)}{rest}\n")
         self._console.print(Text(HEADER, style="dim"))
 
     def _progress(self, event: events.Progress) -> None:

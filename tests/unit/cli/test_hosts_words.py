@@ -69,3 +69,5 @@ def test_hosts_to_install_on(project: Path) -> None:
     (project / "hosts.toml").write_text("[hosts.desktop]\n")
     (fault,) = faults_of("hosts", "install", "destkop", "--hosts", "hosts.toml")
     assert "Did you mean desktop?" in fault
+    (fault,) = faults_of("hosts", "install", "desktop", "--pip", "--index-url 'https://there")
+    assert fault.startswith("--pip --index-url 'https://there: No closing quotation.")

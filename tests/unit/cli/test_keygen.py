@@ -76,3 +76,12 @@ def test_a_full_disk_ends_in_a_sentence(start, tmp_path: Path) -> None:
 def test_it_is_quick_because_it_needs_no_torch(start) -> None:
     run = start(sys.executable, "-c", ALONE)
     assert run.end() == 0, run.said
+
+
+def test_where_nothing_can_be_shown_it_says_where_the_public_line_is(start, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    run = start("sh", "-c", 'exec "$@" > /dev/full', "sh", *SHOAL, "keygen", "--key", str(path))
+    assert run.end() == 2
+    assert "Traceback" not in run.err
+    assert run.err.strip().endswith(f"its public line is in {path}.pub")
+    assert read_pair(path).public in Path(f"{path}.pub").read_text()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import msgspec
 import pytest
+from rich.console import Console
 
+from shoal.cli.doctor_tables import show
 from shoal.doctor.cells import Cell
 from shoal.doctor.facts import ClockFacts, Facts, HostFacts, Lost, PairFacts
 from shoal.doctor.verdicts import diagnose, findings
@@ -223,6 +228,10 @@ def test_what_a_host_can_carry() -> None:
     assert cell(condition_with(free_memory_bytes=2**29), "desktop", "memory").verdict == "warning"
     assert cell(condition_with(free_disk_bytes=2**29), "desktop", "disk").verdict == "warning"
     assert cell(condition_with(free_disk_bytes=2**20), "desktop", "disk").verdict == "bad"
+    fault = "no folder for a run can be made in /proc/x (No such file or directory)."
+    found = cell(condition_with(free_disk_bytes=0, folder_fault=fault), "desktop", "disk")
+    assert (found.verdict, found.sentence) == ("bad", fault)
+    assert found.remedy.endswith('for desktop: folder = "PATH"')
 
 
 # -- the ways between them
@@ -316,3 +325,17 @@ def test_the_worst_comes_first() -> None:
         ("laptop -> desktop", "port"),
         ("desktop", "names"),
     ]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_sentences_are_cut_between_words_and_commands_never(is_terminal: bool) -> None:
+    """In a file, nothing is."""
+    facts = way_with(error="timeout", detail="no answer came")
+    (finding,) = findings(diagnose(facts))
+    out = io.StringIO()
+    show(diagnose(facts), Console(file=out, force_terminal=is_terminal, no_color=True, width=50))
+    said = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert finding.cell.remedy in said
+    words = finding.cell.sentence.split()
+    assert " ".join(words) in " ".join(said.split())
+    assert (finding.cell.sentence in said) is not is_terminal

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 from mounts import disk
 from processes import ENOUGH_S, all_gone, clean_environment, until
 
-from shoal.launch.agent import SILENCE_S
+from shoal.launch.agent import SILENCE_S, remove
+from shoal.launch.descendants import RUN_VARIABLE
 from shoal.launch.messages import (
     Clean,
     Done,
@@ -53,6 +56,8 @@ raise ValueError("my fault")
 """
 RUN = f"run-{os.getpid()}"  # to be told from other tests that run meanwhile
 LOOK_UP = "import os; print(len(os.listdir(os.environ['SHOAL_CONFIG'])))"
+NOBODY = 65534
+COUNT = "import itertools\nfor number in itertools.count(): print(number)"
 ENDLESS = "print('up', flush=True)\nwhile True: print('x' * 1000)"
 
 
@@ -77,10 +82,17 @@ class Pipe:
         self.process.stdin.flush()
 
     def expect(self, kind: type[Kind]) -> Kind:
+        *_, report = self.until(kind)
+        assert isinstance(report, kind)
+        return report
+
+    def until(self, kind: type[Report]) -> Iterator[Report]:
+        """All that it says, to the first of this kind."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if isinstance(report := read_report(line), kind):
-                return report
+            yield (report := read_report(line))
+            if isinstance(report, kind):
+                return
         raise AssertionError(f"it left without {kind.__name__}")
 
     def hang_up(self) -> None:
@@ -210,6 +222,30 @@ def test_what_ranks_start_ends_with_them_wherever_it_is(agent: Pipe) -> None:
     assert all_gone(family)
 
 
+def test_what_ranks_said_is_passed_on_whole_though_they_are_ended_at_once(agent: Pipe) -> None:
+    """The launcher takes nothing until then: all pipes are full."""
+    agent.tell(ranks(COUNT, 2))
+    agent.expect(Line)
+    family = agent.family()
+    until(lambda: all(is_held_up(each) for each in family), "they can say no more")
+    agent.tell(Stop())
+    until(lambda: all_gone(family), "they are gone")
+    said = {0: b"", 1: b""}
+    for report in agent.until(Done):
+        if isinstance(report, Line):
+            said[report.rank] += report.data
+    for data in said.values():
+        numbers = [int(line) for line in data.split(b"\n")[:-1]]
+        assert len(numbers) > 5000
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def is_held_up(process: psutil.Process) -> bool:
+    before = process.cpu_times()
+    time.sleep(0.1)
+    return process.status() == psutil.STATUS_SLEEPING and process.cpu_times() == before
+
+
 def test_what_ranks_leave_running_is_ended_too(agent: Pipe) -> None:
     agent.tell(ranks(CHILD + "; print('up')"), Ping())
     agent.expect(Done)
@@ -240,6 +276,20 @@ def test_after_one_that_was_killed_another_tidies_up(
     assert [path.name for path in tmp_path.rglob("*")] == [RUN, "results", "weights"]
 
 
+def test_a_copy_that_is_under_way_is_ended_too(agent: Pipe, tmp_path: Path) -> None:
+    """sshd keeps it for hours where the cable was cut."""
+    prepare(agent, tmp_path)
+    copy = subprocess.Popen(["sleep", "1000"], env={**os.environ, RUN_VARIABLE: RUN})
+    try:
+        agent.hang_up()
+        assert agent.end() == 0
+        assert copy.wait(0) == -signal.SIGKILL
+    finally:
+        copy.kill()
+        copy.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_keys_are_removed_even_if_the_launcher_leaves_meanwhile(tmp_path: Path) -> None:
     """As it does when a rank has failed; there are so many that this takes a while."""
     keys = {f"key{number}": "secret" for number in range(3000)}
@@ -264,6 +314,33 @@ def test_keys_of_an_agent_that_was_killed_are_removed_by_another(tmp_path: Path)
         heir.hang_up()
         assert heir.end() == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_hangs_is_ended_by_another_with_all_that_is_its(tmp_path: Path) -> None:
+    pipes = (Pipe(ENOUGH_S, TMPDIR=str(tmp_path)) for _ in range(2))
+    with closing(next(pipes)) as frozen:
+        prepare(frozen, tmp_path / "runs")
+        frozen.tell(with_secrets(ranks(f"{CHILD}; {WAIT}", run=RUN), {"key": "secret"}))
+        frozen.expect(Line)
+        family = frozen.family()
+        frozen.process.send_signal(signal.SIGSTOP)
+        with closing(next(pipes)) as heir:
+            agent = frozen.process.pid
+            heir.tell(Sweep(run=RUN, folder=str(tmp_path / "runs"), agent=agent))
+            assert heir.expect(Swept).ended == len(family) == 2
+            assert frozen.process.wait(ENOUGH_S) == -signal.SIGKILL
+            assert all_gone(family)
+            heir.hang_up()
+            assert heir.end() == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
+def test_whoever_has_the_number_of_an_agent_now_is_left_alone(agent: Pipe, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "100"]) as stranger:
+        agent.tell(Sweep(run=RUN, folder=str(tmp_path), agent=stranger.pid))
+        assert agent.expect(Swept).ended == 0
+        assert stranger.poll() is None
+        stranger.kill()
 
 
 @pytest.mark.parametrize(
@@ -313,13 +390,39 @@ def test_without_results_nothing_stays(agent: Pipe, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_traceback_that_is_not_shown_is_told_for_the_log(agent: Pipe, tmp_path: Path) -> None:
+def test_whose_traceback_is_shown_is_left_to_the_launcher(agent: Pipe, tmp_path: Path) -> None:
     agent.tell(ranks(BLAMED, 2, str(tmp_path / "other")))
     lines = []
-    while b"peer" not in b"".join(line.data for line in lines if not line.is_shown):
+    while b"peer" not in b"".join(line.data for line in lines):
         lines.append(agent.expect(Line))
-    assert {line.rank for line in lines if not line.is_shown} == {1}
-    assert b"ValueError: my fault\n" in [line.data for line in lines if line.is_shown]
+    assert {line.rank for line in lines} == {0, 1}
+    assert not any(line.is_shown for line in lines)
     cause = agent.expect(Done).cause
     assert cause is not None
     assert cause.rank == 0
+
+
+def test_folders_that_may_not_be_written_to_are_removed_too(tmp_path: Path) -> None:
+    """By a user who must ask; what a link leads to stays as it is."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    for folder in (run / "closed/inner", run / "hidden", outside):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    (run / "link").symlink_to(outside)
+    for folder, mode in ((run / "closed/inner", 0o555), (run / "closed", 0o555), (outside, 0o555)):
+        folder.chmod(mode)
+    (run / "hidden").chmod(0)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.chdir(tmp_path)
+            if os.geteuid() == 0:  # root need not ask
+                for path in (tmp_path, *tmp_path.rglob("*")):
+                    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+                os.setuid(NOBODY)
+            remove(Path("run"))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+    assert outside.stat().st_mode & 0o777 == 0o555

@@ -67,3 +67,14 @@ def test_the_last_line_tells_a_rank_that_only_lost_a_peer(word: str) -> None:
 
 def test_a_rank_that_said_nothing_is_no_consequence() -> None:
     assert not is_consequence([])
+
+
+def test_an_error_that_a_script_made_of_a_lost_peer_is_a_consequence() -> None:
+    lines = [
+        "[rank2]: shoal.errors.PeerLost: rank 2 lost rank 1 in a barrier: it ended with ValueError",
+        "[rank2]: ",
+        "[rank2]: During handling of the above exception, another exception occurred:",
+        "[rank2]: KeyError: 'batch'",
+    ]
+    assert is_consequence(lines)
+    assert not is_consequence(lines[1:])

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.report import events
 from shoal.report.records import EpochRecord, LayoutRecord, Summary
+from shoal.settings import PIPE_VARIABLE
 
 RECORD = EpochRecord(
     epoch=1, train_loss=0.5, train_accuracy=None, test_loss=0.25, test_accuracy=0.75,
@@ -91,3 +92,22 @@ def test_a_reader_that_is_gone_is_no_reason_to_stop() -> None:
             emit(event)  # raises nothing
     finally:
         os.close(write_fd)
+
+
+def test_the_pipe_to_the_launcher_is_found_by_the_rank_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a rank starts has the variable too, and another file at the same number."""
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd, "rb") as pipe, os.fdopen(write_fd, "wb"):
+        monkeypatch.setenv(PIPE_VARIABLE, events.pipe_name(write_fd))
+        emit = events.launcher_emitter()
+        assert emit is not None
+        emit(ALL[0])
+        assert events.decode(pipe.readline()) == ALL[0]
+        another = events.pipe_name(2).partition(":")[2]
+        for name in (f"{write_fd}:{another}", f"{write_fd}", "", "?:1"):
+            monkeypatch.setenv(PIPE_VARIABLE, name)
+            assert events.launcher_emitter() is None
+    monkeypatch.setenv(PIPE_VARIABLE, f"{write_fd}:1")  # which is closed
+    assert events.launcher_emitter() is None

@@ -119,6 +119,20 @@ def test_a_run_as_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.parametrize(("columns", "lines"), [(80, 2), (120, 1)])
+def test_a_line_that_is_too_long_for_the_screen_is_parted_between_its_facts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, lines: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stages = {"stages": 4, "schedule": "1f1b", "microbatches": 8, "hosts": ["here"] * 8}
+    show(msgspec.structs.replace(STARTED, **stages))
+    shown = capsys.readouterr().out.splitlines()[1 : 1 + lines]
+    between = " · " if lines == 1 else "\n"
+    layout = "2 replicas (sync ring) of 4 stages, 1f1b × 8 micro-batches"
+    assert "\n".join(shown) == f"{layout}{between}global batch 128 · 1 thread each"
+
+
 def test_json_is_the_only_thing_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     show(*WHOLE_RUN, as_json=True)
     out, err = capsys.readouterr()
