@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shoal import network
-from shoal.errors import MeetingError, PeerLost, ShoalError, reason_of
+from shoal.errors import MeetingError, PeerLost, ShoalError, lost_peer, reason_of
 from shoal.interrupts import prompt_interrupts
 from shoal.layout import Share
 from shoal.rendezvous.roll import Fingerprint, Hello, call_roll, make_hello
@@ -42,6 +42,8 @@ EXCHANGE_TURN_S = 0.5
 """How often a rank that waits for what others bring looks for one that has left."""
 FAREWELL_S = 0.5
 """How long a leader that fails stays, so that the others can read why."""
+_NEVER_TAG = 2**30
+"""Of messages that nobody sends."""
 
 MUST_MATCH = "every rank must take the same number of steps, barriers and evaluations."
 
@@ -146,16 +148,24 @@ class Crew:
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value` (what JSON can hold), by rank. Every rank must call this."""
-        mine = msgspec.json.encode(value)
+        mine = msgspec.json.encode([what, value])
         if self._store is None:
-            return [msgspec.json.decode(mine)]
+            return [msgspec.json.decode(mine)[1]]
         with self.naming_the_lost(f"the exchange of {what}"):
             self._exchanged += 1
             prefix = f"exchange/{self._exchanged}"
             self._store.set(f"{prefix}/{self.rank}", mine.decode())
             keys = [f"{prefix}/{rank}" for rank in range(self.size)]
             self._wait_for(keys, what)
-            return [msgspec.json.decode(each) for each in self._store.multi_get(keys)]
+            told = [msgspec.json.decode(each) for each in self._store.multi_get(keys)]
+        for rank, (doing, _) in enumerate(told):
+            if doing != what:
+                raise ShoalError(
+                    f"{self.roster[rank].who} is at the exchange of {doing}, and "
+                    f"{self.roster[self.rank].who} at that of {what}: every rank must make the "
+                    "same calls, in the same order."
+                )
+        return [value for _, value in told]
 
     def _wait_for(self, keys: list[str], what: str) -> None:
         """Until the others have set their keys; not for one who has left with an error."""
@@ -259,7 +269,7 @@ class Crew:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 return
-            if not isinstance(error, PeerLost):
+            if lost_peer(error) is None:
                 self._say_goodbye(error)
             close_store(self._way)
 
@@ -353,14 +363,25 @@ def _own_gpu_each(roster: list[Hello]) -> bool:
 def _leave_broken_group() -> None:
     """Destroy the process group, if it still stands, but wait for it no longer than a farewell.
 
-    With an operation under way (after an error or Ctrl-C) gloo blocks here until its timeout.
-    After a barrier it does not, and must not be done on a thread that may be left behind: one
-    that comes back from C++ while Python is shutting down aborts the process.
+    With an operation under way (after an error or Ctrl-C) gloo would block here, or when Python
+    ends, until its timeout. After a barrier it does not, and must not be done on a thread that may
+    be left behind: one that comes back from C++ while Python is shutting down aborts the process.
     """
     if dist.is_initialized():
+        _end_what_is_under_way()
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(FAREWELL_S)
+
+
+def _end_what_is_under_way() -> None:
+    """gloo has one way to be told: it breaks a whole group when a wait in it times out."""
+    for group in tuple(dist.distributed_c10d._world.pg_map):  # a script's own, and replicas' too
+        with suppress(RuntimeError):
+            gloo: Any = group._get_backend(torch.device("cpu"))
+            if gloo.size() > 1:
+                never = gloo.recv([torch.empty(1)], int(gloo.rank() == 0), _NEVER_TAG)
+                never.wait(timedelta(milliseconds=1))
 
 
 def _init_group(store: dist.Store, way: Way, roster: list[Hello], timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import logging
 import sys
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
-from shoal.errors import PeerLost, PeerSilent, SettingsError
+from shoal.errors import EXIT_FAILED, PeerLost, PeerSilent, SettingsError, lost_peer
 from shoal.pipeline.build import Model
 from shoal.pipeline.losses import Loss as PipelineLoss
 from shoal.pipeline.pipeline import Pipeline
@@ -24,6 +25,7 @@ from shoal.rendezvous.ways import choices_of_environment, find_way
 from shoal.replicate import Replica, replicate
 from shoal.replicate.averages import stage_averages
 from shoal.replicate.replica import BUCKET_BYTES
+from shoal.report.events import Failed, Waiting, launcher_emitter
 from shoal.report.waiting import waiting_line
 from shoal.settings import DEVICES, SYNCS, default_microbatches, unknown, whole_batch_note
 from shoal.train.evaluate import Loss, evaluate
@@ -61,6 +63,7 @@ def join(
     timeout_s: the longest wait for another rank, when meeting and in any step.
     settings: values that must be equal on every rank; a difference is named when they meet.
     """
+    atexit.unregister(_blame_others)  # what an earlier crew lost is got over
     chosen_interface, chosen_device = choices_of_environment()
     device = device or chosen_device or "cpu"
     if faults := unknown("device=", device, DEVICES):
@@ -73,8 +76,37 @@ def join(
         interface=interface or chosen_interface,
         device=device,
         timeout_s=timeout_s,
-        notify=waiting_line(sys.stderr),
+        notify=_notifier(is_of_launcher=init is None),
     )
+
+
+def _notifier(*, is_of_launcher: bool) -> Callable[[str], None]:
+    """Tells whom we wait for. is_of_launcher: the launcher too, which knows who has ended and will
+    not come any more; of others than its ranks it knows nothing."""
+    show = waiting_line(sys.stderr)
+    emit = launcher_emitter() if is_of_launcher else None
+    told = ""
+
+    def notify(text: str) -> None:
+        nonlocal told
+        show(text)
+        if emit is not None and text != told:  # which has the seconds in it
+            told = text
+            emit(Waiting(text=text))
+
+    return notify
+
+
+def _blame_others(rank: int, host: str) -> None:
+    """As this process ends: tell its launcher, if it has one, that a peer was lost, whatever the
+    script has made of it. Should it be a failure, then another rank is the cause."""
+    if emit := launcher_emitter():
+        emit(
+            Failed(
+                rank=rank, host=host, kind=PeerLost.__name__, message="", traceback="",
+                exit_code=EXIT_FAILED, is_consequence=True,
+            )
+        )  # fmt: skip
 
 
 class JoinedCrew(Crew):
@@ -246,7 +278,14 @@ class JoinedCrew(Crew):
         """
         if error is not None:
             self._close_links(error)
-        super().close(error)
+        try:
+            super().close(error)
+        except PeerLost as lost:  # found as we wanted to leave together
+            error = lost
+            raise
+        finally:
+            if lost_peer(error) is not None:
+                atexit.register(_blame_others, self.rank, self.roster[self.rank].host)
 
     def _gather(self) -> BaseException | None:
         lost: BaseException | None = self._silence()

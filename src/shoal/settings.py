@@ -88,8 +88,11 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 CONFIG_VARIABLE = "SHOAL_CONFIG"
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Names the folder of keys, where a run has keys of its own."""
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+PIPE_VARIABLE = "SHOAL_EVENTS"
+"""Where a rank finds its pipe to the launcher: descriptor and inode, since what the rank starts
+inherits the variable, and may have something else at that number."""
 LOCAL_FIELDS = frozenset(
     {
         "authorized_keys",
@@ -307,6 +310,11 @@ def threads_each(num_processes: int) -> int:
 def threads_in_environment() -> str | None:
     """What the user has told all programs of compute threads, if anything."""
     return os.environ.get(THREADS_VARIABLE) or None
+
+
+def pipe_in_environment() -> str:
+    """What `PIPE_VARIABLE` says, in a rank and in all that it starts."""
+    return os.environ.get(PIPE_VARIABLE, "")
 
 
 def boss_in_environment() -> str:

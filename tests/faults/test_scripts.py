@@ -43,6 +43,12 @@ def replicate(difference):
         given = eval(f"dict({{difference}})", globals(), dict(crew=crew))
         crew.replicate(**dict(dict(module=nn.Linear(2, 2)), **given))
 
+def another_call():
+    with shoal.join(timeout_s=30) as crew:
+        crew.link("dist") if crew.rank else crew.replicate(nn.Linear(2, 2))
+
+told("other calls", another_call)
+
 for difference in {list(DIFFERENCES)}:
     told(difference, lambda: replicate(difference))
 
@@ -108,6 +114,13 @@ def test_ranks_that_replicate_different_things(
         assert "rank 1" in texts[0]
 
 
+def test_ranks_that_make_different_calls(story: Story) -> None:
+    for rank, texts in story.told("other calls").items():
+        assert len(texts) == 1, f"rank {rank}: {story.said}"
+        assert "is at the exchange of" in texts[0]
+        assert "every rank must make the same calls" in texts[0]
+
+
 def test_a_barrier_that_one_rank_does_not_come_to(story: Story) -> None:
     assert story.code == 1, story.said
     assert "lost rank 1" in story.err
@@ -141,3 +154,52 @@ def test_data_that_is_no_pair(start_warm, tmp_path: Path) -> None:
         assert "must be a pair (input, target)" in run.err
         assert got in run.err
         assert "Traceback" not in run.err
+
+
+CAUGHT = """
+import os, sys, time, torch, shoal
+try:
+    with shoal.join(timeout_s=30) as crew:
+        crew.barrier()
+        if crew.rank == 1:
+            raise ValueError("my fault")
+        try:
+            crew.barrier()
+        except shoal.PeerLost:
+            if sys.argv[1] == "hidden":
+                raise RuntimeError("no more of this") from None
+            raise
+except shoal.PeerLost:
+    sys.exit(3)
+finally:
+    while os.environ["RANK"] == "1" and os.path.exists(f"/proc/{crew.roster[0].pid}/fd/1"):
+        time.sleep(0.01)  # it is the last to end
+"""
+
+
+@pytest.mark.parametrize("way", ["hidden", "exit"])
+def test_whoever_made_something_of_a_lost_peer_is_not_to_blame(
+    start_warm, tmp_path: Path, way: str
+) -> None:
+    """Even if nothing that it says tells of the peer."""
+    script = tmp_path / "caught.py"
+    script.write_text(CAUGHT)
+    run = start_warm(*SHOAL, "run", "--workers", "2", "--out", str(tmp_path), str(script), way)
+    assert run.end() == 1, run.said
+    assert "shoal: rank 1 (" in run.err
+    assert "ValueError: my fault" in run.err
+    assert "no more of this" not in run.err
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_ended_well_and_is_waited_for_is_named(start, tmp_path: Path, absent) -> None:
+    """Once; and the others wait as long as they are told to."""
+    script = tmp_path / "absent.py"
+    script.write_text(
+        f"import os, shoal\nif os.environ['RANK'] != '{absent}': shoal.join(timeout_s=6)"
+    )
+    run = start(*SHOAL, "run", str(script))
+    assert run.end() == 1, run.said
+    assert run.err.count("has ended with exit code 0") == 1, run.said
+    assert f"shoal: rank {absent} (" in run.err
+    assert f"and rank {1 - absent} still waits to meet it" in run.err
