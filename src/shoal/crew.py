@@ -6,6 +6,7 @@ met at. A crew of one owns neither and does everything at once.
 
 from __future__ import annotations
 
+import importlib
 import re
 import socket
 import threading
@@ -385,6 +386,9 @@ def _end_what_is_under_way() -> None:
 
 
 def _init_group(store: dist.Store, way: Way, roster: list[Hello], timeout_s: float) -> None:
+    # Its functions have the group of the moment as a default. Imported later, as the first optimizer
+    # does, it would keep ours for ever, and gloo's threads abort a process that ends before them.
+    importlib.import_module("torch.distributed.nn.functional")
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if _own_gpu_each(roster) else "gloo",

@@ -267,3 +267,24 @@ def test_exit_codes_and_output_without_end_come_through(start, tmp_path: Path) -
     assert run.out.count("x") == 600_000
     assert run.err.count("no end of line") == 2
     assert "rank 1" in run.err
+
+
+def test_no_thread_of_gloo_outlives_its_crew(start, tmp_path: Path) -> None:
+    """The first optimizer imports a module of torch's that kept the group of the moment for good:
+    its threads ran on, and now and then a rank that was done died of SIGABRT ("terminate called
+    without an active exception")."""
+    script = tmp_path / "leaving.py"
+    script.write_text(
+        "import pathlib, torch, shoal\n"
+        "def threads():\n"
+        "    tasks = pathlib.Path('/proc/self/task').iterdir()\n"
+        "    return [name for t in tasks if 'gloo' in (name := (t / 'comm').read_text())]\n"
+        "with shoal.join() as crew:\n"
+        "    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)\n"
+        "    print('within:', len(threads()) > 0)\n"
+        "print('after:', threads())\n"
+    )
+    run = start(*SHOAL, "run", "--workers", "2", str(script))
+    assert run.end() == 0, run.said
+    assert run.out.count("within: True") == 2
+    assert run.out.count("after: []") == 2
