@@ -386,8 +386,8 @@ def _end_what_is_under_way() -> None:
 
 
 def _init_group(store: dist.Store, way: Way, roster: list[Hello], timeout_s: float) -> None:
-    # Its functions have the group of the moment as a default. Imported later, as the first optimizer
-    # does, it would keep ours for ever, and gloo's threads abort a process that ends before them.
+    # Its functions have the group of the moment as a default. Imported later, as by the first
+    # optimizer, it would keep ours for ever: gloo's threads abort a process that ends before them.
     importlib.import_module("torch.distributed.nn.functional")
     try:
         dist.init_process_group(
