@@ -341,14 +341,13 @@ class DistLink(Link):
                     ready = place  # for another as long
             else:
                 self._receive_pieces(peer, arrival, number, size)
-        # Not earlier: gloo would make us wait until it has read what is coming in. Nor later:
-        # whoever gets this message may answer it, and be answered, at once.
+        self._inbox.deliver(arrival)
+        # Not earlier: gloo would make us wait until it has read what is coming in.
         peer.next_front = self._expect(peer, block, FRONT)
         in_hand = len(peer.spare) < MAX_SPARES  # a receive that waits cannot be taken back
         if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu and in_hand:
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
             peer.spare[size] = self._expect(peer, ready, WHOLE + size), ready
-        self._inbox.deliver(arrival)
 
     def _receive_pieces(self, peer: _Peer, arrival: Arrival, number: int, size: int) -> None:
         """Into place, some pieces ahead: what gloo is to fill it cannot be told to leave alone, and
