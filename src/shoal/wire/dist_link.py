@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +35,13 @@ import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.wire import front
+from shoal.wire.arrival import Arrival
+from shoal.wire.dist_peer import Outgoing, Peer
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
-from shoal.wire.inbox import Arrival
-from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left, not_taken
+from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.slots import DTYPES, as_tensor, view_of
-from shoal.wire.terms import check_way, seconds
+from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
 PIECE_BYTES = 4 * 2**20
@@ -70,34 +70,6 @@ MakeLane = Callable[[dist.Store, int], GpuLane]
 log = logging.getLogger("shoal.wire")
 
 
-@dataclass(eq=False)
-class _Peer:
-    rank: int
-    name: str
-    group: Any
-    other: int
-    """The peer's rank within the group of two."""
-    packer: front.Packer
-    reader: front.FrontReader
-    lane: GpuLane | None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    outgoing: queue.SimpleQueue[_Outgoing | None] = field(default_factory=queue.SimpleQueue)
-    num_sent: int = 0
-    num_received: int = 0
-    heard_at: float = field(default_factory=time.monotonic)
-    lost: PeerLost | None = None
-    parting: PeerLost | None = None
-    """Why we are breaking off, while gloo ends all that is under way with errors of its own."""
-    has_goodbye: bool = False
-    """Whether we have said it."""
-    next_front: Any = None
-    is_paused: bool = False
-    """Nothing is received from it for the moment."""
-    threads: list[threading.Thread] = field(default_factory=list)
-    spare: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    """By length: a receive that waits for a piece, and where it will be."""
-
-
 class DistLink(Link):
     """Made by `join`."""
 
@@ -113,7 +85,7 @@ class DistLink(Link):
         super().__init__(rank, size, timeout_s)
         self._limit_bytes = limit_bytes
         self._hung_s = hung_s
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._is_open = True
         self._counting = threading.Lock()
         self._num_waiting = 0
@@ -152,7 +124,7 @@ class DistLink(Link):
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
             reader = front.FrontReader(self._limit_bytes, has_gpu=lane is not None)
             packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
-            self._peers[other] = _Peer(
+            self._peers[other] = Peer(
                 other, name, group, int(self.rank < other), packer, reader, lane
             )
         for peer in self._peers.values():
@@ -175,10 +147,10 @@ class DistLink(Link):
             peer.num_sent += 1
         return outgoing if buffers else DONE
 
-    def _start(self, peer: _Peer, head: bytes, buffers: list[front.Memory]) -> _Outgoing:
+    def _start(self, peer: Peer, head: bytes, buffers: list[front.Memory]) -> Outgoing:
         if peer.lost:
             raise copy.copy(peer.lost)
-        outgoing = _Outgoing(self, peer)
+        outgoing = Outgoing(self, peer)
         message = as_tensor(bytearray(head))
         fronts = [(FRONT, message)]
         if len(head) > BLOCK_BYTES:
@@ -204,20 +176,20 @@ class DistLink(Link):
         peer.outgoing.put(outgoing)
         return outgoing
 
-    def _start_sign(self, peer: _Peer, sign: bytes, reason: str = "") -> None:
+    def _start_sign(self, peer: Peer, sign: bytes, reason: str = "") -> None:
         """With the peer's lock held. If it is lost already there is nobody to tell."""
         text = sign + reason[:MAX_REASON_LETTERS].encode("utf-8", "replace")
         with suppress(PeerLost):
             self._start(peer, _LENGTH.pack(len(text) | _SIGN) + text, [])
 
-    def _say_goodbye(self, peer: _Peer, reason: str = "") -> None:
+    def _say_goodbye(self, peer: Peer, reason: str = "") -> None:
         """With the peer's lock held: once, whether we leave or answer one who does."""
         if not peer.has_goodbye:
             peer.has_goodbye = True
             self._start_sign(peer, GOODBYE, reason)
             peer.outgoing.put(None)
 
-    def _see_off(self, peer: _Peer) -> None:
+    def _see_off(self, peer: Peer) -> None:
         """In a thread: wait until what is sent has gone, and show a sign of life in between."""
         while not peer.lost:
             try:
@@ -247,7 +219,7 @@ class DistLink(Link):
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def _receive_for_ever(self, peer: _Peer) -> None:
+    def _receive_for_ever(self, peer: Peer) -> None:
         """In a thread."""
         block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         try:
@@ -271,7 +243,7 @@ class DistLink(Link):
         except RuntimeError as error:
             self._lose(peer, error)
 
-    def _pause(self, peer: _Peer) -> None:
+    def _pause(self, peer: Peer) -> None:
         """Until there is room: a receiver that is slow slows its senders, not fills its memory.
 
         Not while somebody waits here, for whatever: whom it waits for may itself be waiting, at the
@@ -292,7 +264,7 @@ class DistLink(Link):
         peer.heard_at = time.monotonic()  # what it sent meanwhile has not been read
         peer.is_paused = False
 
-    def _heed(self, peer: _Peer, sign: bytes) -> None:
+    def _heed(self, peer: Peer, sign: bytes) -> None:
         """It says goodbye, or has dropped us."""
         reason = sign[1:].decode("utf-8", "replace")
         if sign[:1] == DROPPED:
@@ -305,7 +277,7 @@ class DistLink(Link):
             self._say_goodbye(peer)
             self._part(peer, PeerLost(lost))
 
-    def _whole_front(self, peer: _Peer, block: torch.Tensor) -> tuple[bool, bytes]:
+    def _whole_front(self, peer: Peer, block: torch.Tensor) -> tuple[bool, bytes]:
         """Whether it is a sign, and all of it."""
         array: Any = block.numpy()
         (length,) = _LENGTH.unpack_from(array)
@@ -319,7 +291,7 @@ class DistLink(Link):
             head += rest.numpy().tobytes()
         return is_sign, head
 
-    def _receive(self, peer: _Peer, data: bytes, block: torch.Tensor) -> None:
+    def _receive(self, peer: Peer, data: bytes, block: torch.Tensor) -> None:
         count, read = peer.reader.read(memoryview(data))
         if count != peer.num_received:
             raise WireError(f"message {count} came, {peer.num_received} was due")
@@ -349,7 +321,7 @@ class DistLink(Link):
             ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
             peer.spare[size] = self._expect(peer, ready, WHOLE + size), ready
 
-    def _receive_pieces(self, peer: _Peer, arrival: Arrival, number: int, size: int) -> None:
+    def _receive_pieces(self, peer: Peer, arrival: Arrival, number: int, size: int) -> None:
         """Into place, some pieces ahead: what gloo is to fill it cannot be told to leave alone, and
         whoever brought the place may want it back."""
         tag = WHOLE + size if size <= PIECE_BYTES else PIECE
@@ -367,10 +339,10 @@ class DistLink(Link):
         while ahead:
             self._await(peer, ahead.popleft())
 
-    def _expect(self, peer: _Peer, place: torch.Tensor, tag: int) -> Any:
+    def _expect(self, peer: Peer, place: torch.Tensor, tag: int) -> Any:
         return peer.group.recv([place], peer.other, tag)
 
-    def _await(self, peer: _Peer, work: Any) -> None:
+    def _await(self, peer: Peer, work: Any) -> None:
         work.wait(_FOR_EVER)
         peer.heard_at = time.monotonic()
 
@@ -404,7 +376,7 @@ class DistLink(Link):
                 silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
                 self._break_off(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {silent}"))
 
-    def _lose(self, peer: _Peer, error: RuntimeError) -> PeerLost:
+    def _lose(self, peer: Peer, error: RuntimeError) -> PeerLost:
         """Its connection broke."""
         reason = str(error).partition("] ")[2].partition(" [")[0] or str(error)
         cause = f"{reason}. It was killed or is cut off"
@@ -412,7 +384,7 @@ class DistLink(Link):
         self._part(peer, lost)
         return copy.copy(peer.lost or lost)
 
-    def _part(self, peer: _Peer, lost: PeerLost) -> None:
+    def _part(self, peer: Peer, lost: PeerLost) -> None:
         peer.lost = peer.lost or lost
         self._inbox.lose(peer.rank, peer.lost)
 
@@ -433,7 +405,7 @@ class DistLink(Link):
                 peer.spare.clear()
                 peer.next_front = peer.group = None
 
-    def _wait_for_threads(self, peer: _Peer, deadline: float) -> None:
+    def _wait_for_threads(self, peer: Peer, deadline: float) -> None:
         """Also where the peer is lost: a thread that comes back from gloo while the interpreter
         ends would end the process with it."""
         lost_at = 0.0
@@ -448,7 +420,7 @@ class DistLink(Link):
             alive[0].join(CLOSING_TURN_S)
             self._part_from_hung()
 
-    def _break_off(self, peer: _Peer, lost: PeerLost) -> None:
+    def _break_off(self, peer: Peer, lost: PeerLost) -> None:
         """Make gloo give up all that is under way with `peer`: it does when a wait times out.
 
         Only then is anybody told. A peer that was frozen may come back, and would go on writing
@@ -458,31 +430,3 @@ class DistLink(Link):
         with suppress(RuntimeError):
             self._expect(peer, torch.empty(1, dtype=torch.uint8), NEVER).wait(_AT_ONCE)
         self._part(peer, peer.parting)
-
-
-class _Outgoing(Job):
-    def __init__(self, link: DistLink, peer: _Peer) -> None:
-        self.works: list[tuple[Any, torch.Tensor]] = []
-        """What is under way, with the memory it reads."""
-        self._link = link
-        self._peer = peer
-        self._gone = False
-
-    def finish(self) -> None:
-        self._gone = True
-        self.works = []
-        self._link._inbox.stir()
-
-    def done(self) -> bool:
-        return self._link._wait_until(self._is_over, 0)  # which looks for peers that are hung
-
-    def _is_over(self) -> bool:
-        return self._gone or self._peer.lost is not None
-
-    def wait(self, timeout_s: float | None = None) -> Tree:
-        limit_s = seconds(timeout_s, self._link.timeout_s)
-        if not self._link._wait_until(self._is_over, limit_s):
-            raise not_taken(self._peer.name, limit_s)
-        if not self._gone and self._peer.lost:
-            raise copy.copy(self._peer.lost)
-        return None
