@@ -686,7 +686,7 @@ def test_an_installation_ends_with_whoever_wants_it(
     (project / "python").chmod(0o755)
     (project / "hosts.toml").write_text(f'[hosts.desktop]\npython = "{project}/python"\n')
     for signum in (signal.SIGINT, signal.SIGKILL):
-        run = launch("hosts", "install", "--hosts", "hosts.toml")
+        run = launch("hosts", "install", "--hosts", "hosts.toml", TMPDIR=str(project))
         run.until(lambda: (project / "where").exists() and (project / "where").read_text())
         run.interrupt(signum)
         nothing_is_left(lab)
