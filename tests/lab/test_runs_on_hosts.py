@@ -665,6 +665,10 @@ def test_shoal_where_there_was_none(lab: Lab, launch: Launch, project: Path) -> 
     (project / "hosts.toml").write_text(f'[hosts.box]\nssh = "root@desktop"\npython = "{python}"\n')
     run = launch("hosts", "install", "box", "--hosts", "hosts.toml", *pip)
     assert run.end() == 0, run.said
+    (broken,) = python.parents[1].glob("lib/python*/site-packages/shoal/version.py")
+    broken.write_text(f"VERSION = '{VERSION}' of old")
+    run = launch("hosts", "install", "box", "--hosts", "hosts.toml", *pip)
+    assert run.end() == 0, run.said
     found = lab["desktop"].run(str(python), "-c", "import shoal.version as v; print(v.VERSION)")
     assert found.stdout.split() == [VERSION], found.stderr
     run = launch("run", "--hosts", "desktop", "hello.py")
@@ -672,6 +676,23 @@ def test_shoal_where_there_was_none(lab: Lab, launch: Launch, project: Path) -> 
     shutil.rmtree(python.parents[1])  # it comes first there, and lacks what it needs
     assert code == 1, run.said
     assert "Install shoal anew: shoal hosts install desktop" in run.err
+
+
+def test_an_installation_ends_with_whoever_wants_it(
+    lab: Lab, launch: Launch, project: Path
+) -> None:
+    """pip, here one that is silent for long, would go on for minutes."""
+    (project / "python").write_text(f"#!/bin/sh\npwd > {project}/where\nsleep 1000\n")
+    (project / "python").chmod(0o755)
+    (project / "hosts.toml").write_text(f'[hosts.desktop]\npython = "{project}/python"\n')
+    for signum in (signal.SIGINT, signal.SIGKILL):
+        run = launch("hosts", "install", "--hosts", "hosts.toml", TMPDIR=str(project))
+        run.until(lambda: (project / "where").exists() and (project / "where").read_text())
+        run.interrupt(signum)
+        nothing_is_left(lab)
+        work = Path((project / "where").read_text().strip())
+        until(lambda work=work: not work.exists(), "its files are gone")  # type: ignore[misc]
+        (project / "where").unlink()
 
 
 def path_without(folder: Path, *tools: str) -> str:

@@ -119,9 +119,16 @@ def _train(
             tasks.append(RankTask(rank=way.rank, arguments=arguments, environment=quiet))
         return tasks
 
+    finished: list[events.Event] = []
+
     def on_event(rank: int, line: bytes) -> None:
-        if rank == 0 and end_in(rank, line) is None:
-            terminal.handle(_seen_from_here(events.decode(line), folder))
+        if rank != 0 or end_in(rank, line) is not None:
+            return
+        event = events.decode(line)
+        if isinstance(event, events.Finished):  # it says what is kept here, which is to come yet
+            finished.append(_seen_from_here(event, folder))
+        else:
+            terminal.handle(event)
 
     def on_line(host: Host, rank: int, stream: str, text: str) -> None:
         terminal.log(f"{host.name} {rank}", text)
@@ -139,6 +146,8 @@ def _train(
         return cause.exit_code
     if not settings.verify:
         note_folder(folder)
+    for event in finished:
+        terminal.handle(event)
     return 0
 
 
@@ -184,9 +193,7 @@ def keys_of_run() -> dict[str, str]:
     return {"key": f"{new_pair().secret}\n", "authorized_keys": ""}
 
 
-def _seen_from_here(event: events.Event, folder: Path) -> events.Event:
+def _seen_from_here(event: events.Finished, folder: Path) -> events.Finished:
     """The run folder is here, wherever the leader was."""
-    if not isinstance(event, events.Finished):
-        return event
     summary = msgspec.structs.replace(event.summary, folder=str(folder))
     return msgspec.structs.replace(event, summary=summary)

@@ -30,6 +30,12 @@ from shoal.wire.keys import (
     write_pair,
 )
 
+INSECURE = (
+    "--insecure: these workers have no keys, and nothing that they and their boss say is encrypted:"
+    " whoever is on the network may read it, or take either side's place. The boss must be made "
+    "with insecure=True."
+)
+
 
 def workers_on_hosts(
     hosts: list[Host],
@@ -88,6 +94,7 @@ def _keys(insecure: bool) -> Iterator[tuple[dict[str, str], list[str]]]:
     made if there is none, is the only other one that they trust.
     """
     if insecure:
+        tell(INSECURE)
         yield {}, ["--insecure"]
         return
     path = default_key_path()

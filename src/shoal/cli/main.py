@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated
 
@@ -14,7 +16,7 @@ from shoal.cli.run import run
 from shoal.cli.status import status
 from shoal.cli.train import train
 from shoal.cli.worker import worker
-from shoal.errors import SettingsError, ShoalError
+from shoal.errors import EXIT_FAILED, SettingsError, ShoalError
 from shoal.version import VERSION
 
 app = typer.Typer(
@@ -49,6 +51,9 @@ def _top(
     """Train one PyTorch model on the machines you have."""
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def main() -> None:
     """A mistake of the user's ends in a readable paragraph, never in a traceback."""
     try:
@@ -63,3 +68,21 @@ def main() -> None:
             raise
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # Whatever else is written to is named by a StorageError.
+        if "--debug" in sys.argv or error.errno not in _NO_ROOM:
+            raise
+        _forget_output()
+        print(
+            f"shoal: what this command says cannot be written: {error.strerror}. Free some space "
+            "where its output goes, or send it elsewhere.",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_FAILED)
+
+
+def _forget_output() -> None:
+    """What could not be written is not tried once more at the end, which would be an error too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

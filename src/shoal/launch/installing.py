@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import RunFailed
@@ -20,10 +21,21 @@ from shoal.launch.ssh import SSH_FAILED, VENV, ssh_argv, ssh_needed
 from shoal.version import VERSION
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: shoal\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+# Whoever asks for it has its end of the pipe open for as long as it wants it: pip may be silent for
+# minutes, and would not notice. A wheel of the same version counts as installed already, though its
+# files may be others, or broken: hence the second time.
 _INSTALL = """
 set -e
-venv="$HOME/$1" own="$2"
-shift 2
+venv="$HOME/$1" own="$2" size="$3" wheel="$4"
+shift 4
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT PIPE TERM
+head -c "$size" > "$work/shoal.tar.gz"
+exec 3<&0 </dev/null
+{ cat >/dev/null; kill 0; } <&3 >/dev/null 2>&1 &
+trap 'rm -rf "$work"; kill $! 2>/dev/null || :' EXIT
+exec 3<&-
 if [ -z "$own" ]; then
 for python in python3.13 python3.12 python3.11 python3; do
   found=$(command -v $python 2>/dev/null) || continue
@@ -35,11 +47,10 @@ done
 own="$venv/bin/python"
 fi
 case $own in "~/"*) own="$HOME/${own#"~/"}" ;; esac
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 cd "$work"
-tar -xz
-"$own" -m pip install --disable-pip-version-check -c constraints.txt "$@"
+tar -xzf shoal.tar.gz
+"$own" -m pip install --disable-pip-version-check -c constraints.txt "$@" "$wheel"
+"$own" -m pip install --disable-pip-version-check --no-index --no-deps --force-reinstall "$wheel"
 """
 
 
@@ -60,7 +71,7 @@ def install(hosts: Sequence[Host], pip: Sequence[str], tell: Callable[[str], Non
         with tarfile.open(archive, "w:gz") as packed:
             for file in (wheel, folder / "constraints.txt"):
                 packed.add(file, file.name)
-        failed = [_install(host, archive, [*pip, f"./{wheel.name}"], tell) for host in hosts]
+        failed = [_install(host, archive, f"./{wheel.name}", pip, tell) for host in hosts]
     if losses := [loss.text for loss in failed if loss is not None]:
         raise RunFailed("\n".join(losses))
 
@@ -84,31 +95,47 @@ def make_wheel(folder: Path) -> Path:
 
 
 def _install(
-    host: Host, archive: Path, words: Sequence[str], tell: Callable[[str], None]
+    host: Host, archive: Path, wheel: str, pip: Sequence[str], tell: Callable[[str], None]
 ) -> Loss | None:
-    script = ["sh", "-c", _INSTALL, "shoal", VENV, host.python or "", *words]
-    with archive.open("rb") as packed, ssh_needed():
+    packed = archive.read_bytes()
+    words = [VENV, host.python or "", str(len(packed)), wheel, *pip]
+    with ssh_needed():
         process = subprocess.Popen(
-            ssh_argv(host, f"exec {shlex.join(script)}"),
-            stdin=packed,
+            ssh_argv(host, f"exec {shlex.join(['sh', '-c', _INSTALL, 'shoal', *words])}"),
+            bufsize=0,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             preexec_fn=die_with_parent(),
         )
-    assert process.stdout is not None
-    last = ""
-    with process.stdout:
-        for text in process.stdout:
-            last = text.strip() or last
-            tell(f"[{host.name}] {text.rstrip()}")
-    code = process.wait()
+    try:
+        last = _told(process, packed, f"[{host.name}] ", tell)
+        code = process.wait()
+    finally:
+        process.kill()  # after Ctrl-C, and so what it runs there
     if code == 0:
         return None
     said = f"\n  {last}" if last else ""
     if code == SSH_FAILED:
         return Loss(host.name, f"ssh {host.target} failed.", said, ssh_remedy(said, host))
     return Loss(host.name, "shoal could not be installed.", said, _remedy(last))
+
+
+def _told(
+    process: subprocess.Popen[bytes], packed: bytes, head: str, tell: Callable[[str], None]
+) -> str:
+    """All that it says, which gets this first; the last line of it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    last = ""
+    with process.stdin, process.stdout:  # the former until the end: that is what it looks for
+        with suppress(BrokenPipeError):  # it says why
+            process.stdin.write(packed)
+        for line in process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            last = text.strip() or last
+            tell(f"{head}{text}")
+    return last
 
 
 def _remedy(last: str) -> str:

@@ -37,6 +37,10 @@ a process takes its time to end."""
 CONSEQUENCE_HOLD_S = 10.0
 """The same, of a rank that has lost a peer: it is about to end, and another is the cause."""
 
+HELD_LINES = 5000
+"""No traceback is longer. Unlike what is passed on at once, what is held slows nobody down: a rank
+that goes on speaking would fill the memory, and nobody could end it before all was passed on."""
+
 Stream = Literal["stdout", "stderr"]
 
 
@@ -213,6 +217,8 @@ class _Supervisor:
                 self._listener.on_line(rank.rank, "stderr", line)
             else:
                 rank.held.append(line)
+                if len(rank.held) >= HELD_LINES:
+                    self._show_held(rank)
 
     def _release_held(self) -> None:
         """A traceback whose rank lives on was only logged: show it."""

@@ -174,13 +174,15 @@ def _run(
         is_ending = True
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which may follow an error of the terminal
         with suppress(OSError):
-            told = _rescue(agents, tidy, results)
+            told = _rescue(agents, tidy, results) + logs.spoilt()
             if is_showing:
                 watcher.begin_line()
             for text in told:
                 watcher.tell(text)
         raise
     is_ending = True
+    for text in logs.spoilt():
+        watcher.tell(text)
     if cause is None and faults:
         raise RunFailed("\n".join(faults))
     for text in faults:

@@ -28,11 +28,14 @@ class Logs(Closing):
         self._folder = folder
         self._files: dict[int, IO[bytes]] = {}
         self._has_failed = False
+        self._sizes: dict[int, int] = {}
+        """What was written, by rank."""
 
     def begin(self, ranks: Sequence[int]) -> None:
         """One that says nothing has a file too."""
         with storage_errors(self._folder):
             self._folder.mkdir(exist_ok=True)
+        self._sizes = dict.fromkeys(ranks, 0)
         for rank in ranks:
             with storage_errors(self._path(rank)):
                 self._path(rank).touch()
@@ -46,10 +49,24 @@ class Logs(Closing):
                 if rank not in self._files:
                     self._files[rank] = self._path(rank).open("ab", buffering=0)
                 while data:  # a disk that fills up takes a part, and raises only the next time
-                    data = data[self._files[rank].write(data) :]
+                    taken = self._files[rank].write(data)
+                    self._sizes[rank] += taken
+                    data = data[taken:]
         except StorageError:
             self._has_failed = True
             raise
+
+    def spoilt(self) -> list[str]:
+        """What is to be told of those that somebody else has written to, such as a script that
+        leads on this host: it has the run folder for its own."""
+        if self._has_failed:
+            return []
+        others = [self._path(n) for n, size in self._sizes.items() if _size(self._path(n)) != size]
+        return [
+            f"{path} is not what its rank said: something else has written there, or removed it. "
+            f"In the run folder the name {self._folder.name} is taken; let your script use another."
+            for path in others
+        ]
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"
@@ -140,3 +157,10 @@ class Results(Closing):
 
 def _place(site: Site) -> str:
     return f"{site.host.name}:{site.results}"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

@@ -6,14 +6,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import until
+from processes import ENOUGH_S, until
 
 from shoal.launch import local
-from shoal.launch.local import Listener, RankCommand, run_ranks
+from shoal.launch.local import Interrupted, Listener, RankCommand, run_ranks
 
 ECHO = """
 import os, signal, sys
@@ -85,3 +86,27 @@ def test_what_ranks_started_ends_even_if_a_signal_follows_an_error() -> None:
     with pytest.raises(BrokenPipeError):
         run_ranks([command], Listener(on_line=on_line))
     until(lambda: not psutil.pid_exists(children[0]), "what the rank started has ended")
+
+
+ENDLESS = f"""
+import os, signal
+os.write(2, b"Traceback (most recent call last):\\n" + b"more\\n" * {local.HELD_LINES})
+signal.pause()
+"""
+
+
+def test_what_begins_like_a_traceback_and_does_not_end_is_not_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that went on and on had millions of lines held, and Ctrl-C waited for all of them."""
+    monkeypatch.setattr(local, "TRACEBACK_HOLD_S", ENOUGH_S)
+    argv = [sys.executable, "-S", "-c", ENDLESS]
+    shown: list[bytes] = []
+    deadline = time.monotonic() + ENOUGH_S / 2
+    listener = Listener(
+        on_line=lambda rank, stream, line: shown.append(line),
+        is_stopped=lambda: len(shown) > local.HELD_LINES or time.monotonic() > deadline,
+    )
+    with pytest.raises(Interrupted):
+        run_ranks([RankCommand(rank=0, argv=argv, environment=os.environ)], listener)
+    assert len(shown) == local.HELD_LINES + 1
