@@ -12,6 +12,10 @@ from shoal.errors import ModelError
 from shoal.layout import Share, share
 from shoal.wire.tree import Path, Tree, tensors_of, with_tensors
 
+LAST_LESS = 0.8
+"""What the last micro-batch lacks, of what the first one does. With 1.0 a step of mnist-cnn in 3
+took 5 % longer."""
+
 
 def num_samples(batch: Tree, what: str) -> int:
     """How many samples a batch has: the first extent of its tensors, which must be the same."""
@@ -35,16 +39,17 @@ def _no_tensor(batch: Any) -> str:
 def shares(total: int, num_parts: int, num_stages: int = 1) -> list[Share]:
     """Of at most `num_parts` micro-batches, each with at least one sample.
 
-    While the first one is on its way to the last stage, and the last one back, others have nothing
-    to do; so in a pipeline these two are smaller, 1 - 1 / num_stages of the rest: with few
-    micro-batches a step is about 5 % shorter, whether backwards take as long as forwards or twice.
-    But not of one sample, where all could have two: batch norm cannot train on one.
+    While the first one is on its way to the last stage, others have nothing to do; so in a pipeline
+    it is smaller, 1 - 1 / num_stages of the rest. So is the last one on its way back, but less:
+    later stages have weight gradients left to do meanwhile. With few micro-batches a step is about
+    5 % shorter, whether backwards take as long as forwards or twice. But none is of one sample,
+    where all could have two: batch norm cannot train on one.
     """
     count = max(1, min(total, num_parts))
     even = [share(total, part, count) for part in range(count)]
     if num_stages == 1 or count < 3 or total < count * num_stages:
         return even
-    weights = [num_stages - 1, *[num_stages] * (count - 2), num_stages - 1]
+    weights = [1 - 1 / num_stages, *[1.0] * (count - 2), 1 - LAST_LESS / num_stages]
     ends = [round(total * end / sum(weights)) for end in accumulate(weights, initial=0)]
     parts = [Share(start, stop, total) for start, stop in pairwise(ends)]
     return parts if min(parts[0].size, parts[-1].size) > 1 else even

@@ -79,9 +79,9 @@ def test_in_a_pipeline_the_first_and_the_last_are_smaller(
 
 
 def test_ends_of_two_and_of_three_stages() -> None:
-    assert [part.size for part in shares(128, 4, 2)] == [21, 43, 43, 21]
-    assert [part.size for part in shares(128, 5, 2)] == [16, 32, 32, 32, 16]
-    assert [part.size for part in shares(130, 5, 3)] == [20, 30, 30, 30, 20]
+    assert [part.size for part in shares(128, 4, 2)] == [21, 41, 41, 25]
+    assert [part.size for part in shares(128, 5, 2)] == [16, 31, 31, 31, 19]
+    assert [part.size for part in shares(130, 5, 3)] == [20, 29, 30, 29, 22]
     assert [part.size for part in shares(7, 4, 2)] == [2, 2, 2, 1]
     assert [part.size for part in shares(128, 2, 2)] == [64, 64]
 
