@@ -291,7 +291,7 @@ def test_places_of_every_size_are_filled_without_allocating(
     for number in range(5):
         job = links[1].irecv(0, into=room)
         with monkeypatch.context() as patch:
-            patch.setattr("shoal.wire.inbox.allocate", forbidden)
+            patch.setattr("shoal.wire.arrival.allocate", forbidden)
             patch.setattr("shoal.wire.front.shaper", lambda slot: forbidden)
             tree = {"x": torch.full((size,), float(number)), "odd": room["odd"]}
             sent = links[0].isend(tree, to=1)
