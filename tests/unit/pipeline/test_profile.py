@@ -344,6 +344,22 @@ def test_a_model_on_meta_stays_there(model: nn.Module, inputs: dict[str, Any]) -
     assert values == values_there
 
 
+def test_the_fastest_of_all_passes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was busy for as long as one step took its turn moved cuts elsewhere."""
+    seconds = iter([9.0, 2.0, 1.0, 8.0, 3.0, 7.0])  # of two steps, in three passes
+
+    def timed(node: Any, graph: Any, known: Any, name: str) -> tuple[Tensor, Unit]:
+        took = next(seconds)
+        return torch.ones(3, WIDTH), Unit(name, took, 2 * took, took / 2)
+
+    monkeypatch.setattr("shoal.pipeline.profile._timed", timed)
+    graph = read(nn.Sequential(square(), square()))
+    units, _ = profile(graph, {graph.inputs[0]: torch.randn(3, WIDTH)})
+    assert [unit.forward_s for unit in units] == [1.0, 2.0]
+    assert [unit.backward_s for unit in units] == [2.0, 4.0]
+    assert [unit.weights_s for unit in units] == [0.5, 1.0]
+
+
 def test_one_layer_of_a_model_on_meta_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Tensor]] = []
     num_alive: list[int] = []
