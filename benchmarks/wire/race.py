@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--shape", default="128,128,3,3")
     parser.add_argument("--trips", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--only", help="contestants, by name, with commas between them")
     args = parser.parse_args()
     shape = [int(extent) for extent in args.shape.split(",")]
 
@@ -128,6 +129,9 @@ def main() -> None:
             "link dist": ByLink(by_dist),
             "link dist into=": ByLink(by_dist, torch.empty(shape)),
         }
+
+        if args.only:
+            contestants = {name: contestants[name] for name in args.only.split(",")}
 
         def trip(way: Contestant) -> torch.Tensor:
             if crew.rank == 0:

@@ -2,15 +2,8 @@
 
 A receive of gloo's wants to know beforehand how much will come, cannot be asked whether it is done,
 and cannot be given up without breaking its whole group. So each pair of ranks has a group of its
-own, and each peer two threads here: one that receives for ever, one that waits for sends to end.
-
-    tag 1         fronts, into a block that is always waiting; a control byte is a front too
-    tag 2         the rest of a front that is longer than the block
-    tag 3         pieces of a buffer that is longer than one
-    tag 16 + n    a buffer of n bytes
-
-Every receive that is not waiting yet when its data is sent costs a turn of the network. So room for
-a buffer as long as the last one is held ready: a steady stream of equal shapes never waits.
+own, and each peer two threads here: one that receives for ever (dist_arrivals.py), one that waits
+for sends to end.
 
 Nothing here is encrypted or authenticated, as in every group of torch's: for networks that you
 trust.
@@ -21,10 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 import queue
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -34,22 +25,16 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
-from shoal.wire import front
-from shoal.wire.arrival import Arrival
-from shoal.wire.dist_peer import Outgoing, Peer
+from shoal.wire import first_piece, front
+from shoal.wire.dist_arrivals import FIRST, FOR_EVER, PIECE, PIECE_BYTES, REST, WHOLE, Arrivals
+from shoal.wire.dist_peer import A_MOMENT_S, Outgoing, Peer
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.slots import DTYPES, as_tensor, view_of
+from shoal.wire.slots import as_tensor, view_of
 from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
-PIECE_BYTES = 4 * 2**20
-PIECES_AHEAD = 16
-"""That receives wait for. With 8 of them 64 MiB took a tenth longer, on one host."""
-BLOCK_BYTES = 64 * 1024
-FRONT, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
-MAX_SPARES = 8
 BEAT_S = 1.0
 """A rank that has nothing to say shows that it lives."""
 PARTING_S = 1.0
@@ -58,13 +43,9 @@ CLOSING_TURN_S = 0.02
 TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
 
-_LENGTH = struct.Struct("<I")
-_SIGN = 1 << 31
-"""Set in the length of what is no message but a sign: one of these, and a reason."""
 BEAT, GOODBYE, DROPPED = b"b", b"g", b"d"
+"""What a sign begins with. A reason may follow."""
 MAX_REASON_LETTERS = 500
-_FOR_EVER = timedelta(days=365)
-_AT_ONCE = timedelta(milliseconds=1)
 MakeLane = Callable[[dist.Store, int], GpuLane]
 
 log = logging.getLogger("shoal.wire")
@@ -122,11 +103,10 @@ class DistLink(Link):
                 lane = make_lane(meeting, int(self.rank > other)) if make_lane else None
             except RuntimeError as error:
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
-            reader = front.FrontReader(self._limit_bytes, has_gpu=lane is not None)
+            place = int(self.rank < other)
             packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
-            self._peers[other] = Peer(
-                other, name, group, int(self.rank < other), packer, reader, lane
-            )
+            arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane)
+            self._peers[other] = Peer(other, name, group, place, packer, arrivals, lane)
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
                 peer.threads.append(
@@ -143,27 +123,38 @@ class DistLink(Link):
             if not self._is_open:
                 raise WireError("the link was closed")
             head, buffers = peer.packer.pack(tree, tag, peer.num_sent)
-            outgoing = self._start(peer, _LENGTH.pack(len(head)) + head, buffers)
+            said = front.without_number(head)
+            is_again = said == peer.said
+            if is_again and peer.is_repeated and first_piece.may_stand(buffers):
+                head = b""
+            outgoing = self._start(peer, head, buffers)
+            peer.said, peer.is_repeated = said, is_again
             peer.num_sent += 1
         return outgoing if buffers else DONE
 
-    def _start(self, peer: Peer, head: bytes, buffers: list[front.Memory]) -> Outgoing:
+    def _start(
+        self, peer: Peer, head: bytes, buffers: list[front.Memory], *, is_sign: bool = False
+    ) -> Outgoing:
+        """head: none where the first of the buffers stands for it."""
         if peer.lost:
             raise copy.copy(peer.lost)
         outgoing = Outgoing(self, peer)
-        message = as_tensor(bytearray(head))
-        fronts = [(FRONT, message)]
-        if len(head) > BLOCK_BYTES:
-            fronts = [(FRONT, message[:BLOCK_BYTES]), (REST, message[BLOCK_BYTES:])]
-        wholes, pieces, on_gpu = [], [], []
+        fronts, wholes, pieces, on_gpu = [], [], [], []
+        if head:
+            message = as_tensor(bytearray(first_piece.with_length(head, is_sign=is_sign)))
+            fronts.append((FIRST, message[: first_piece.MAX_PIECE_BYTES]))
+            if len(message) > first_piece.MAX_PIECE_BYTES:
+                fronts.append((REST, message[first_piece.MAX_PIECE_BYTES :]))
+        elif buffers:
+            fronts.append((FIRST, torch.from_numpy(buffers[0])))
+            buffers = buffers[1:]
         for buffer in buffers:
             if isinstance(buffer, torch.Tensor):
                 on_gpu.append(buffer)
-                continue
-            content = as_tensor(view_of(buffer))
-            if len(content) <= PIECE_BYTES:
-                wholes.append((WHOLE + len(content), content))
+            elif buffer.nbytes <= PIECE_BYTES:
+                wholes.append((WHOLE + buffer.nbytes, torch.from_numpy(buffer)))
             else:
+                content = as_tensor(view_of(buffer))
                 pieces += [(PIECE, piece) for piece in content.split(PIECE_BYTES)]
         try:
             # The front after what the other side may be waiting for: it wakes up once, for both.
@@ -180,7 +171,7 @@ class DistLink(Link):
         """With the peer's lock held. If it is lost already there is nobody to tell."""
         text = sign + reason[:MAX_REASON_LETTERS].encode("utf-8", "replace")
         with suppress(PeerLost):
-            self._start(peer, _LENGTH.pack(len(text) | _SIGN) + text, [])
+            self._start(peer, text, [], is_sign=True)
 
     def _say_goodbye(self, peer: Peer, reason: str = "") -> None:
         """With the peer's lock held: once, whether we leave or answer one who does."""
@@ -206,12 +197,12 @@ class DistLink(Link):
                 if all(piece.nbytes < PIECE_BYTES for _, piece in works):
                     works = works[::-1]  # what began last mostly ends last: one wait, not several
                 for work, piece in works:
-                    work.wait(_FOR_EVER)
+                    work.wait(FOR_EVER)
                     # It takes what we send. Its own signs of life may not come through meanwhile:
                     # gloo sends nothing while there is always more to be read. What is small goes
                     # without it, as far as this host's own memory.
                     if piece.nbytes >= PIECE_BYTES:
-                        peer.heard_at = time.monotonic()
+                        peer.arrivals.heard_at = time.monotonic()
             except RuntimeError as error:
                 self._lose(peer, error)
                 return
@@ -221,20 +212,17 @@ class DistLink(Link):
 
     def _receive_for_ever(self, peer: Peer) -> None:
         """In a thread."""
-        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         try:
-            peer.next_front = self._expect(peer, block, FRONT)
+            peer.arrivals.listen()
             while True:
-                self._await(peer, peer.next_front)
-                is_sign, data = self._whole_front(peer, block)
-                if not is_sign:
-                    self._receive(peer, data, block)
+                sign = peer.arrivals.next()
+                if not sign:
                     self._pause(peer)
-                elif data[:1] != BEAT:
-                    self._heed(peer, data)
-                    return
+                elif sign[:1] == BEAT:
+                    peer.arrivals.listen()
                 else:
-                    peer.next_front = self._expect(peer, block, FRONT)
+                    self._heed(peer, sign)
+                    return
         except WireError as error:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             with peer.lock:
@@ -261,7 +249,7 @@ class DistLink(Link):
         while not self._inbox.wait_for_others(may_go_on, TURN_S):
             if peer.lost:
                 break
-        peer.heard_at = time.monotonic()  # what it sent meanwhile has not been read
+        peer.arrivals.heard_at = time.monotonic()  # what it sent meanwhile has not been read
         peer.is_paused = False
 
     def _heed(self, peer: Peer, sign: bytes) -> None:
@@ -277,81 +265,14 @@ class DistLink(Link):
             self._say_goodbye(peer)
             self._part(peer, PeerLost(lost))
 
-    def _whole_front(self, peer: Peer, block: torch.Tensor) -> tuple[bool, bytes]:
-        """Whether it is a sign, and all of it."""
-        array: Any = block.numpy()
-        (length,) = _LENGTH.unpack_from(array)
-        is_sign, length = bool(length & _SIGN), length & ~_SIGN
-        if not 0 < length <= front.MAX_FRONT_BYTES:
-            raise WireError(f"a front of {length} bytes; {front.MAX_FRONT_BYTES} is the most")
-        head: bytes = array[_LENGTH.size : _LENGTH.size + length].tobytes()
-        if len(head) < length:
-            rest = torch.empty(length - len(head), dtype=torch.uint8)
-            self._await(peer, self._expect(peer, rest, REST))
-            head += rest.numpy().tobytes()
-        return is_sign, head
-
-    def _receive(self, peer: Peer, data: bytes, block: torch.Tensor) -> None:
-        count, read = peer.reader.read(memoryview(data))
-        if count != peer.num_received:
-            raise WireError(f"message {count} came, {peer.num_received} was due")
-        peer.num_received += 1
-        arrival = self._inbox.arrive(peer.rank, read)
-        for number, start, end in read.small:
-            arrival.take(number, bytearray(data[start:end]))
-        ready = None
-        for number in read.behind:
-            slot = read.slots[number]
-            size = slot.size_bytes
-            if slot.is_on_gpu and peer.lane:
-                arrival.put(number, peer.lane.receive(DTYPES[slot.kind], slot.shape))
-            elif size in peer.spare:
-                work, place = peer.spare.pop(size)
-                self._await(peer, work)
-                was_copied = arrival.take(number, place.numpy())
-                if was_copied and number == read.behind[-1]:
-                    ready = place  # for another as long
-            else:
-                self._receive_pieces(peer, arrival, number, size)
-        self._inbox.deliver(arrival)
-        # Not earlier: gloo would make us wait until it has read what is coming in.
-        peer.next_front = self._expect(peer, block, FRONT)
-        in_hand = len(peer.spare) < MAX_SPARES  # a receive that waits cannot be taken back
-        if read.behind and size <= PIECE_BYTES and not slot.is_on_gpu and in_hand:
-            ready = torch.empty(size, dtype=torch.uint8) if ready is None else ready
-            peer.spare[size] = self._expect(peer, ready, WHOLE + size), ready
-
-    def _receive_pieces(self, peer: Peer, arrival: Arrival, number: int, size: int) -> None:
-        """Into place, some pieces ahead: what gloo is to fill it cannot be told to leave alone, and
-        whoever brought the place may want it back."""
-        tag = WHOLE + size if size <= PIECE_BYTES else PIECE
-        place = as_tensor(arrival.room(number))
-        ahead: deque[Any] = deque()
-        for start in range(0, size, PIECE_BYTES):
-            if len(ahead) == PIECES_AHEAD:
-                self._await(peer, ahead.popleft())
-            if arrival.must_move:
-                while ahead:
-                    self._await(peer, ahead.popleft())
-                self._inbox.move(arrival)
-                place = as_tensor(arrival.memory(number))
-            ahead.append(self._expect(peer, place[start : start + PIECE_BYTES], tag))
-        while ahead:
-            self._await(peer, ahead.popleft())
-
-    def _expect(self, peer: Peer, place: torch.Tensor, tag: int) -> Any:
-        return peer.group.recv([place], peer.other, tag)
-
-    def _await(self, peer: Peer, work: Any) -> None:
-        work.wait(_FOR_EVER)
-        peer.heard_at = time.monotonic()
-
     # -- waiting, and peers that go ----------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         if condition():
             return True
         deadline = time.monotonic() + limit_s
+        if self._inbox.wait_for_others(condition, min(limit_s, A_MOMENT_S)):
+            return True
         with self._counting:
             self._num_asked += 1
             self._num_waiting += 1
@@ -372,7 +293,7 @@ class DistLink(Link):
         for peer in self._peers.values():
             if peer.lost or peer.is_paused:
                 continue
-            if time.monotonic() > peer.heard_at + self._hung_s:
+            if time.monotonic() > peer.arrivals.heard_at + self._hung_s:
                 silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
                 self._break_off(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {silent}"))
 
@@ -402,8 +323,8 @@ class DistLink(Link):
             self._wait_for_threads(peer, deadline)
             if not any(thread.is_alive() for thread in peer.threads):
                 # Its connections and its threads end with it; the crew keeps us until it ends.
-                peer.spare.clear()
-                peer.next_front = peer.group = None
+                peer.arrivals.close()
+                peer.group = None
 
     def _wait_for_threads(self, peer: Peer, deadline: float) -> None:
         """Also where the peer is lost: a thread that comes back from gloo while the interpreter
@@ -421,12 +342,11 @@ class DistLink(Link):
             self._part_from_hung()
 
     def _break_off(self, peer: Peer, lost: PeerLost) -> None:
-        """Make gloo give up all that is under way with `peer`: it does when a wait times out.
+        """Make gloo give up all that is under way with `peer`.
 
         Only then is anybody told. A peer that was frozen may come back, and would go on writing
         into places, and reading from tensors, that their owners have back.
         """
         peer.parting = peer.parting or peer.lost or lost
-        with suppress(RuntimeError):
-            self._expect(peer, torch.empty(1, dtype=torch.uint8), NEVER).wait(_AT_ONCE)
+        peer.arrivals.break_off()
         self._part(peer, peer.parting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 
 from shoal.errors import PeerLost
 from shoal.wire import front
+from shoal.wire.dist_arrivals import Arrivals
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.link import Job, not_taken
 from shoal.wire.terms import seconds
@@ -20,6 +20,10 @@ from shoal.wire.tree import Tree
 
 if TYPE_CHECKING:
     from shoal.wire.dist_link import DistLink
+
+
+A_MOMENT_S = 0.002
+"""A wait that is over so soon is nobody else's business."""
 
 
 @dataclass(eq=False)
@@ -30,51 +34,58 @@ class Peer:
     other: int
     """The peer's rank within the group of two."""
     packer: front.Packer
-    reader: front.FrontReader
+    arrivals: Arrivals
     lane: GpuLane | None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """For what is sent."""
     outgoing: queue.SimpleQueue[Outgoing | None] = field(default_factory=queue.SimpleQueue)
     num_sent: int = 0
-    num_received: int = 0
-    heard_at: float = field(default_factory=time.monotonic)
+    said: bytes = b""
+    """The front of the last message, without its number."""
+    is_repeated: bool = False
+    """It was that of the message before, too."""
     lost: PeerLost | None = None
     parting: PeerLost | None = None
     """Why we are breaking off, while gloo ends all that is under way with errors of its own."""
     has_goodbye: bool = False
     """Whether we have said it."""
-    next_front: Any = None
     is_paused: bool = False
     """Nothing is received from it for the moment."""
     threads: list[threading.Thread] = field(default_factory=list)
-    spare: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    """By length: a receive that waits for a piece, and where it will be."""
 
 
 class Outgoing(Job):
     """A message that is being sent."""
 
+    __slots__ = ("_bell", "_link", "_peer", "works")
+
     def __init__(self, link: DistLink, peer: Peer) -> None:
         self.works: list[tuple[Any, torch.Tensor]] = []
-        """What is under way, with the memory it reads."""
+        """What is under way, with the memory it reads. Empty when it has gone."""
         self._link = link
         self._peer = peer
-        self._gone = False
+        self._bell = threading.Lock()
+        self._bell.acquire()
 
     def finish(self) -> None:
-        self._gone = True
         self.works = []
+        self._bell.release()
         self._link._inbox.stir()
 
     def done(self) -> bool:
         return self._link._wait_until(self._is_over, 0)  # which looks for peers that are hung
 
     def _is_over(self) -> bool:
-        return self._gone or self._peer.lost is not None
+        return not self.works or self._peer.lost is not None
 
     def wait(self, timeout_s: float | None = None) -> Tree:
         limit_s = seconds(timeout_s, self._link.timeout_s)
+        # Mostly it has gone in a moment, and nobody else needs to know that we wait.
+        if self._bell.acquire(timeout=min(limit_s, A_MOMENT_S)):
+            self._bell.release()
+            return None
         if not self._link._wait_until(self._is_over, limit_s):
             raise not_taken(self._peer.name, limit_s)
-        if not self._gone and self._peer.lost:
+        if self.works and self._peer.lost:
             raise copy.copy(self._peer.lost)
         return None

@@ -25,6 +25,7 @@ SMALL_BYTES = 64 * 1024
 MAX_SMALL_BYTES = 2**20
 
 _PREFIX = struct.Struct("<QI")
+_NUMBER_BYTES = 8
 MAX_FRONT_BYTES = _PREFIX.size + MAX_HEADER_BYTES + MAX_PLAN_BYTES + MAX_SMALL_BYTES
 MAX_REMEMBERED = 256
 MAX_REMEMBERED_BYTES = 4096
@@ -113,6 +114,11 @@ class Packer:
         if is_small:
             return b"".join([prefix, header, *memory]), []
         return prefix + header, memory
+
+
+def without_number(head: bytes) -> bytes:
+    """What a front says of its message, whichever it is."""
+    return head[_NUMBER_BYTES:]
 
 
 def _header_in(head: bytes) -> bytes:

@@ -31,6 +31,9 @@ ZAP = "inproc://zeromq.zap.01"
 STOP = "inproc://gate.stop"
 END, LOOK = b"end", b"look"
 NO_RANK = "it said nothing that a rank says, or left before it had said who it is"
+NO_KEY = "it does not speak as a rank does, or comes without a key"
+"""Where keys are wanted, also of one who left: without keys ZeroMQ leaves when it sees them, and
+whether what it says is read before that is a matter of chance."""
 AGAIN_S = 2.0
 """Whoever was refused and wants in has come again by then."""
 WATCH_S = 0.05
@@ -89,6 +92,7 @@ class Gate:
         """takes_calls: whoever has an authorized key may come in, not only ranks of this crew."""
         self._rank = rank
         self._keys = keys
+        self._no_rank = NO_KEY if keys else NO_RANK
         self._any_address = any_address
         self._takes_calls = takes_calls
         self._router = router
@@ -242,7 +246,7 @@ class Gate:
         if event == zmq.EVENT_ACCEPTED:
             self._callers[value] = address_of(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._faults.append(("", "it does not speak as a rank does, or comes without a key"))
+            self._faults.append(("", NO_KEY))
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._callers.pop(value, "")
             if value in self._known:
@@ -253,14 +257,14 @@ class Gate:
                     guest.has_ended |= brought_all
                     self.note_broken(guest)
                 return
-            host, fault = self._faults.pop(0) if self._faults else ("", NO_RANK)
+            host, fault = self._faults.pop(0) if self._faults else ("", self._no_rank)
             self._tell(address or host, fault)
 
     def _tell(self, address: str, fault: str) -> None:
         """Once of a host and a fault. Who left at once may come again, and is told of then."""
         host = address.partition(":")[0]
         before = {told for known, told in self._told if known == host or not host}
-        if fault in before or (fault == NO_RANK and before) or len(self._told) >= MAX_TOLD:
+        if fault in before or (fault == self._no_rank and before) or len(self._told) >= MAX_TOLD:
             return
         if not host:
             self._nameless.setdefault(fault, time.monotonic() + AGAIN_S)

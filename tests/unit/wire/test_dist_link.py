@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
-from shoal.wire.dist_link import _LENGTH, BLOCK_BYTES, FRONT, PIECE, PIECE_BYTES, DistLink
+from shoal.wire.dist_arrivals import FIRST, PIECE, PIECE_BYTES
+from shoal.wire.dist_link import DistLink
+from shoal.wire.first_piece import MAX_PIECE_BYTES, with_length
+from shoal.wire.tree import Tree, tensors_of, with_tensors
 
 SOON_S = 20.0
 HUNG_S = 0.6
@@ -83,7 +86,7 @@ def test_memory_held_ready_does_not_grow_with_the_number_of_sizes(join: Join) ->
     for number in range(200):
         links[0].send(filled(2**20 + 8 * number, number), to=1)
         assert links[1].recv(0)[0] == number % 256
-    held = sum(place.nbytes for _, place in links[1]._peers[0].spare.values())
+    held = sum(place.nbytes for _, place in links[1]._peers[0].arrivals.spare.values())
     assert held <= 64 * 2**20
 
 
@@ -230,9 +233,9 @@ def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
     place = torch.zeros_like(message)
     job = receiver.irecv(0, into=place)
     head, _ = peer.packer.pack(message, "", 0)
-    front = torch.frombuffer(bytearray(_LENGTH.pack(len(head)) + head), dtype=torch.uint8)
-    assert len(front) <= BLOCK_BYTES
-    for tag, piece in ((FRONT, front), (PIECE, message[:PIECE_BYTES])):
+    front = torch.frombuffer(bytearray(with_length(head)), dtype=torch.uint8)
+    assert len(front) <= MAX_PIECE_BYTES
+    for tag, piece in ((FIRST, front), (PIECE, message[:PIECE_BYTES])):
         peer.group.send([piece], peer.other, tag).wait(timedelta(seconds=SOON_S))
     with pytest.raises(PeerSilent, match="no sign of life"):
         job.wait()
@@ -256,3 +259,81 @@ def test_room_that_was_copied_out_is_held_ready_only_for_its_own_length(join: Jo
     for message in ([first], [first, last], [last]):
         links[0].send(message, to=1)
     assert torch.equal(jobs[2].wait()[0], last)
+
+
+def streams(number: int) -> list[Tree]:
+    """Of messages, each with the number in it."""
+    large, larger = filled(100_000, number), filled(2 * PIECE_BYTES, number)
+    return [
+        large,
+        {"x": large, "mask": filled(7, 1)},
+        {"x": large, "again": filled(100_000, number + 1), "larger": larger},
+        {"x": large, "step": number},  # no two fronts are the same
+        filled(100, number),
+        [filled(60_000, number) for _ in range(30)],  # too many to go along with their front
+        larger,
+        "no tensor at all",
+    ]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "into="])
+@pytest.mark.parametrize("kind", range(len(streams(0))))
+def test_a_steady_stream_that_ends_in_something_else(join: Join, kind: int, in_place: bool) -> None:
+    """From the third on equal fronts are left out, until there is another, or a sign of life."""
+    links = join(hung_s=HUNG_S)
+    for other in range(len(streams(0))):
+        for number in range(5):
+            check_trip(links, streams(number)[kind], in_place)
+        if other == 3:  # and a sign comes where a buffer may come
+            with pytest.raises(WireError, match="none came"):
+                links[1].recv(0, timeout_s=HUNG_S)
+        check_trip(links, streams(9)[other], in_place)
+    check_trip(links, streams(10)[kind], in_place)
+
+
+def check_trip(links: list[DistLink], message: Tree, in_place: bool) -> None:
+    """It arrives, and what is done to it afterwards does not reach the next one."""
+    places = with_tensors(
+        message, {path: torch.zeros_like(t) for path, t in tensors_of(message).items()}
+    )
+    into = places if in_place and tensors_of(message) else None
+    links[0].send(message, to=1)
+    got = links[1].recv(0, into=into)
+    sent, came = tensors_of(message), tensors_of(got)
+    assert with_tensors(got, dict.fromkeys(came)) == with_tensors(message, dict.fromkeys(sent))
+    for path, tensor in came.items():
+        assert torch.equal(tensor, sent[path])
+        assert into is None or tensor is tensors_of(into)[path]
+        tensor.fill_(255)
+
+
+def test_messages_of_a_steady_stream_have_memory_of_their_own(join: Join) -> None:
+    links = join()
+    jobs = [links[0].isend(filled(100_000, number), to=1) for number in range(20)]
+    got = [links[1].recv(0) for _ in range(20)]
+    for job in jobs:
+        job.wait()
+    assert [tensor.unique().tolist() for tensor in got] == [[number] for number in range(20)]
+    assert len({tensor.data_ptr() for tensor in got}) == 20
+
+
+def test_a_buffer_where_a_front_is_due(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is held ready for one: it is read as a front, and is none."""
+    links = join()
+    peer = links[0]._peers[1]
+    peer.group.send([filled(32 * 1024, 255)], peer.other, FIRST).wait(timedelta(seconds=SOON_S))
+    with pytest.raises(PeerLost, match="a buffer came where a front was due"):
+        links[1].recv(0)
+    assert "rank 1 dropped rank 0" in caplog.text
+
+
+def test_a_message_that_came_twice_is_refused(join: Join) -> None:
+    links = join()
+    peer = links[0]._peers[1]
+    head, _ = peer.packer.pack("once", "", 0)
+    front = torch.frombuffer(bytearray(with_length(head)), dtype=torch.uint8)
+    for _ in range(2):
+        peer.group.send([front], peer.other, FIRST).wait(timedelta(seconds=SOON_S))
+    assert links[1].recv(0) == "once"
+    with pytest.raises(PeerLost, match="message 0 came, 1 was due"):
+        links[1].recv(0)

@@ -1,0 +1,194 @@
+"""What comes from one peer over gloo: receives that wait for it, and the way into the inbox.
+
+    tag 1         what a message begins with (first_piece.py), into room that is always waiting
+    tag 2         the rest of a front that is too long for one piece
+    tag 3         pieces of a buffer that is longer than one
+    tag 16 + n    a buffer of n bytes
+
+Every receive that is not waiting yet when its data is sent costs a turn of the network. So room for
+a buffer as long as the last one is held ready, too: also where each message has a front of its own,
+a stream of equal shapes never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from shoal.errors import WireError
+from shoal.wire import first_piece
+from shoal.wire.arrival import Arrival
+from shoal.wire.first_piece import Room
+from shoal.wire.front import Front, FrontReader, without_number
+from shoal.wire.gpu_lane import GpuLane
+from shoal.wire.inbox import Inbox
+from shoal.wire.slots import DTYPES, as_tensor
+
+FIRST, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
+PIECE_BYTES = first_piece.MOST_ROOM_BYTES
+PIECES_AHEAD = 16
+"""That receives wait for. With 8 of them 64 MiB took a tenth longer, on one host."""
+MAX_SPARES = 8
+FOR_EVER = timedelta(days=365)
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class Arrivals:
+    """Of the messages of one peer. Used by one thread, but for `heard_at` and `break_off`."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: Any,
+        other: int,
+        inbox: Inbox,
+        limit_bytes: int,
+        lane: GpuLane | None,
+    ) -> None:
+        """other: the peer's rank within the group of two."""
+        self.heard_at = time.monotonic()
+        self.spare: dict[int, tuple[Any, torch.Tensor]] = {}
+        """By length: a receive that waits for a buffer, and where it will be."""
+        self._rank = rank
+        self._group = group
+        self._other = other
+        self._inbox = inbox
+        self._lane = lane
+        self._reader = FrontReader(limit_bytes, has_gpu=lane is not None)
+        self._num_received = 0
+        self._room = Room(None)
+        self._reserve: Room | None = None
+        self._front: Front | None = None
+        """The one that came last; `_data`: as it came; `_is_repeated`: it has come twice."""
+        self._data = b""
+        self._is_repeated = False
+
+    def listen(self) -> None:
+        """Before the first message, and after a sign."""
+        self._make_room(self._room)
+
+    def next(self) -> bytes:
+        """Wait for a message and deliver it; or else for a sign, which is returned."""
+        self._await(self._room.work)
+        if self._room.is_full:
+            if self._front is None or self._room.tensor is None:
+                raise WireError("a buffer came where a front was due")
+            self._receive(self._front, self._room.tensor)
+            return b""
+        is_sign, data = self._whole_front()
+        if is_sign:
+            return data
+        self._receive(self._read(data), None)
+        return b""
+
+    def break_off(self) -> None:
+        """Make gloo give up all that is under way in its group: it does when a wait times out."""
+        with suppress(RuntimeError):
+            self._expect(torch.empty(1, dtype=torch.uint8), NEVER).wait(_AT_ONCE)
+
+    def close(self) -> None:
+        """Let go of what gloo has of us. Nobody waits for it any more."""
+        self.spare.clear()
+        self._room, self._reserve, self._group = Room(None), None, None
+
+    def _whole_front(self) -> tuple[bool, bytes]:
+        """Whether it is a sign, and all of it."""
+        is_sign, length, head = self._room.read()
+        if len(head) < length:
+            rest = torch.empty(length - len(head), dtype=torch.uint8)
+            self._await(self._expect(rest, REST))
+            head += rest.numpy().tobytes()
+        return is_sign, head
+
+    def _read(self, data: bytes) -> Front:
+        count, front = self._reader.read(memoryview(data))
+        if count != self._num_received:
+            raise WireError(f"message {count} came, {self._num_received} was due")
+        self._is_repeated = without_number(data) == without_number(self._data)
+        self._front, self._data = front, data
+        return front
+
+    def _receive(self, front: Front, first: torch.Tensor | None) -> None:
+        """A message with this front; first: its first buffer, if that came in the front's place."""
+        self._num_received += 1
+        if first is not None and self._is_all(front, first):
+            self._make_room(self._reserve)
+            self._reserve = Room(front)  # while the other works: the next needs it at once
+            return
+        arrival = self._inbox.arrive(self._rank, front)
+        for number, start, end in front.small:
+            arrival.take(number, bytearray(self._data[start:end]))
+        room, behind, is_free = self._room, front.behind, True
+        if first is not None:
+            is_free = arrival.take(behind[0], room.content)
+            behind = behind[1:]
+        copied = [self._receive_buffer(arrival, number) for number in behind]
+        self._inbox.deliver(arrival)
+        # Not earlier: gloo would make us wait until it has read what is coming in.
+        self._make_room(room if is_free else self._reserve)
+        if behind and not front.slots[behind[-1]].is_on_gpu:
+            self._make_spare(front.sizes[behind[-1]], copied[-1])
+
+    def _is_all(self, front: Front, first: torch.Tensor) -> bool:
+        """Whether that tensor is the whole message, and is delivered as it is."""
+        return len(front.slots) == 1 and self._inbox.deliver_ready(self._rank, front, [first])
+
+    def _receive_buffer(self, arrival: Arrival, number: int) -> torch.Tensor | None:
+        """Where it came to lie, if that was copied from and is free again."""
+        slot = arrival.front.slots[number]
+        size = arrival.front.sizes[number]
+        if slot.is_on_gpu and self._lane:
+            arrival.put(number, self._lane.receive(DTYPES[slot.kind], slot.shape))
+        elif size in self.spare:
+            work, place = self.spare.pop(size)
+            self._await(work)
+            return place if arrival.take(number, place.numpy()) else None
+        else:
+            self._receive_pieces(arrival, number, size)
+        return None
+
+    def _receive_pieces(self, arrival: Arrival, number: int, size: int) -> None:
+        """Into place, some pieces ahead: what gloo is to fill it cannot be told to leave alone, and
+        whoever brought the place may want it back."""
+        tag = WHOLE + size if size <= PIECE_BYTES else PIECE
+        place = as_tensor(arrival.room(number))
+        ahead: deque[Any] = deque()
+        for start in range(0, size, PIECE_BYTES):
+            if len(ahead) == PIECES_AHEAD:
+                self._await(ahead.popleft())
+            if arrival.must_move:
+                while ahead:
+                    self._await(ahead.popleft())
+                self._inbox.move(arrival)
+                place = as_tensor(arrival.memory(number))
+            ahead.append(self._expect(place[start : start + PIECE_BYTES], tag))
+        while ahead:
+            self._await(ahead.popleft())
+
+    def _make_room(self, room: Room | None) -> None:
+        """For what the next message begins with: this one, if it is what is needed."""
+        front = self._front if self._is_repeated else None
+        if room is None or room.front is not front:
+            room = Room(front)
+        room.make_ready()
+        self._room = room
+        room.work = self._expect(room.place, FIRST)
+
+    def _make_spare(self, size: int, place: torch.Tensor | None) -> None:
+        """For a buffer of that length, there if it is free."""
+        in_hand = len(self.spare) < MAX_SPARES  # a receive that waits cannot be taken back
+        if size <= PIECE_BYTES and size not in self.spare and in_hand:
+            place = torch.empty(size, dtype=torch.uint8) if place is None else place
+            self.spare[size] = self._expect(place, WHOLE + size), place
+
+    def _expect(self, place: torch.Tensor, tag: int) -> Any:
+        return self._group.recv([place], self._other, tag)
+
+    def _await(self, work: Any) -> None:
+        work.wait(FOR_EVER)
+        self.heard_at = time.monotonic()
