@@ -116,9 +116,8 @@ class Arrivals:
     def _receive(self, front: Front, first: torch.Tensor | None) -> None:
         """A message with this front; first: its first buffer, if that came in the front's place."""
         self._num_received += 1
-        if first is not None and self._is_all(front, first):
-            self._make_room(self._reserve)
-            self._reserve = Room(front)  # while the other works: the next needs it at once
+        if first is not None and len(front.slots) == 1:
+            self._deliver_alone(front, first)
             return
         arrival = self._inbox.arrive(self._rank, front)
         for number, start, end in front.small:
@@ -134,9 +133,20 @@ class Arrivals:
         if behind and not front.slots[behind[-1]].is_on_gpu:
             self._make_spare(front.sizes[behind[-1]], copied[-1])
 
-    def _is_all(self, front: Front, first: torch.Tensor) -> bool:
-        """Whether that tensor is the whole message, and is delivered as it is."""
-        return len(front.slots) == 1 and self._inbox.deliver_ready(self._rank, front, [first])
+    def _deliver_alone(self, front: Front, first: torch.Tensor) -> None:
+        """A message that is all here: a tensor, the only one.
+
+        There is room for the next one before anybody is told, and whoever waits then has the
+        interpreter for itself.
+        """
+        room = self._room
+        self._make_room(self._reserve)
+        is_free = False
+        if not self._inbox.deliver_ready(self._rank, front, [first]):
+            arrival = self._inbox.arrive(self._rank, front)
+            is_free = arrival.take(0, room.content)
+            self._inbox.deliver(arrival)
+        self._reserve = room if is_free else Room(front)
 
     def _receive_buffer(self, arrival: Arrival, number: int) -> torch.Tensor | None:
         """Where it came to lie, if that was copied from and is free again."""

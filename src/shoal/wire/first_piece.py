@@ -22,7 +22,7 @@ import torch
 
 from shoal.errors import WireError
 from shoal.wire.front import MAX_FRONT_BYTES, Front, Memory
-from shoal.wire.slots import allocate, bytes_of
+from shoal.wire.slots import allocate, bytes_of, view_of
 
 LEAST_ROOM_BYTES = 32 * 1024
 MOST_ROOM_BYTES = 4 * 2**20
@@ -44,7 +44,11 @@ def may_stand(buffers: list[Memory]) -> bool:
     """Whether the first of them may stand for a front: it fills a room that a front never does."""
     if not buffers or isinstance(buffers[0], torch.Tensor):
         return False
-    return LEAST_ROOM_BYTES <= buffers[0].nbytes <= MOST_ROOM_BYTES
+    return _fits(buffers[0].nbytes)
+
+
+def _fits(size_bytes: int) -> bool:
+    return LEAST_ROOM_BYTES <= size_bytes <= MOST_ROOM_BYTES
 
 
 class Room:
@@ -59,13 +63,13 @@ class Room:
         """The buffer that may come, as what it is."""
         if front and front.behind:
             slot = front.slots[front.behind[0]]
-            fits = LEAST_ROOM_BYTES <= slot.size_bytes <= MOST_ROOM_BYTES
-            self.tensor = allocate(slot) if fits and not slot.is_on_gpu else None
+            if _fits(slot.size_bytes) and not slot.is_on_gpu:
+                self.tensor = allocate(slot)
         if self.tensor is None:
             self.place = torch.empty(LEAST_ROOM_BYTES, dtype=torch.uint8)
         else:
             self.place = bytes_of(self.tensor)
-        self.content = memoryview(self.place.numpy())
+        self.content = view_of(self.place.numpy())
         self.work: Any = None
         """The receive that waits for it."""
         self._mark = b""
