@@ -801,7 +801,7 @@ def case_memory_is_within_the_estimate(crew: shoal.JoinedCrew) -> None:
         )
         together.step(x, x)  # which opens connections, and the like
         mine = bounds[together.pipe.stage_number : together.pipe.stage_number + 2]
-        largest = max(part.size for part in together.pipe._parts(rows_of_each))
+        largest = max(part.size for part in together.pipe._batches.parts(rows_of_each))
         units, values = profile(graph, {graph.inputs[0]: x[:largest]})
         costs = Costs(num_kept=num_kept, bytes_per_parameter_byte=3)
         limit = stage_bytes(units, values, *mine, costs)

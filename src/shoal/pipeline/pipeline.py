@@ -11,33 +11,24 @@ the loss, which comes from the last stage; between them everything follows the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from shoal.crew import Crew
-from shoal.errors import ModelError, SettingsError, reason_of
+from shoal.errors import ModelError, SettingsError
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
-from shoal.pipeline.build import (
-    Model,
-    as_module,
-    check_stages,
-    check_state,
-    is_on_meta,
-    materialise,
-    outline,
-)
+from shoal.pipeline.batches import Batches
+from shoal.pipeline.build import Model, as_module, check_stages, check_state, outline
+from shoal.pipeline.calls import Calls
 from shoal.pipeline.chance import Chance
-from shoal.pipeline.footprint import bytes_per_weight_byte
-from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
+from shoal.pipeline.cutting import best_cuts, named_cuts
+from shoal.pipeline.graph import Graph, check_in_place, check_shared, modules_in, read
 from shoal.pipeline.losses import loss_of_part, part_weights
-from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.over_stages import OverStages, thinks_in_vectors
-from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import (
     Plan,
     ReplicaPlace,
@@ -46,7 +37,6 @@ from shoal.pipeline.plan import (
     plan_faults,
     terms,
 )
-from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.runner import Finish, Runner
@@ -54,14 +44,11 @@ from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make
 from shoal.pipeline.shared_loss import SharedLoss
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
+from shoal.pipeline.weights import weighted_stage
 from shoal.pipeline.whole import Whole
-from shoal.settings import kind_of
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
-NUM_CALLS = 8
-"""That messages tell apart: no stage is as far ahead of another. The same tags come again, and with
-them headers of messages that are known."""
 Watch = Callable[[torch.Tensor, Any, Any, int], None]
 
 
@@ -98,10 +85,8 @@ class Pipeline:
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._mode: bool | None = None
         """What train() or eval() has said; None: every module is as it came."""
-        self._num_begun = 0
+        self._calls = Calls(link, self._ranks)
         self._num_steps = 0
-        self._failed = ""
-        """Why a call did not come to its end: stages are at different places since then."""
         self._is_accumulating = False
         """There are gradients that no update has used."""
         self._chance: Chance | None = None
@@ -116,16 +101,15 @@ class Pipeline:
         check_stages(graph, plan.stages)
         crew.agree("how the model is trained", terms(plan))
         crew.agree("the model", outline(graph))
-        self._inputs = list(zip(graph.inputs, graph.input_names, strict=True))
-        """Each as a value of the graph, and as `forward` calls it."""
+        inputs = list(zip(graph.inputs, graph.input_names, strict=True))
+        self._batches = Batches(inputs, plan)
         shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
         self._whole = Whole(crew, link, self._ranks, shapes)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
-            cuts = cuts_at(graph, plan.cuts, plan.stages)
-            self._try_shapes(graph, example)
-            self._build(cuts)
+            known = None if example is None else lambda: self._batches.inputs(example)
+            self._build(named_cuts(crew, plan, graph, known))
         elif plan.stages == 1 or example is not None:
             self.prepare(example)
 
@@ -137,46 +121,8 @@ class Pipeline:
             return
         graph = self._graph
         assert graph is not None
-        cuts: list[int] | None = None
-        fault = ""
-        in_turns = self.plan.schedule == "sequential"
-        costs = measure_costs(self._crew, self._link, self.layout, in_turns=in_turns)
-        held = bytes_per_weight_byte(
-            self.plan.optimizer, self.plan.optimizer_options, self.layout.replicas
-        )
-        costs = replace(costs, bytes_per_parameter_byte=held)
-        if self.plan.memory_bytes is not None:
-            costs = replace(costs, memory_bytes=self.plan.memory_bytes)
-        if self._crew.rank == 0 and self.plan.stages > 1:
-            try:
-                cuts = self._chosen_cuts(graph, x, costs)
-            except ModelError as error:
-                fault = str(error)
-        chosen, fault = self._crew.exchange("the cuts", [cuts, fault])[0]
-        if fault:
-            raise ModelError(fault)
-        self._build(chosen or [])
-
-    def _try_shapes(self, graph: Graph, x: Tree) -> None:
-        """With no profile to find it: does every step take what comes to it, where x is known?"""
-        fault = ""
-        if self._crew.rank == 0 and x is not None:
-            try:
-                check_shapes(graph, *self._in_parts(x))
-            except ModelError as error:
-                fault = str(error)
-        fault = self._crew.exchange("the shapes of the model", fault)[0]
-        if fault:
-            raise ModelError(fault)
-
-    def _in_parts(self, x: Tree) -> tuple[dict[str, Tree], list[Share]]:
-        named = self._named_inputs(x)
-        return named, self._parts(micro_batches.num_samples(named, "x"))
-
-    def _chosen_cuts(self, graph: Graph, x: Tree, costs: Costs) -> list[int]:
-        named, parts = self._in_parts(x)
-        schedule = self._schedule(self.plan.schedule, len(parts))
-        return choose_cuts_of_batch(graph, named, parts, costs, schedule)
+        given = (self._crew, self._link, self.layout, self.plan, graph)
+        self._build(best_cuts(*given, inputs=lambda: self._batches.inputs(x)))
 
     def _build(self, cuts: list[int]) -> None:
         graph = self._graph
@@ -191,7 +137,9 @@ class Pipeline:
         """Of each stage: the steps that it computes."""
         self.modules = [modules_in(graph, units) for units in stretches]
         """Of each stage: names of the model's own modules."""
-        stage = self._weighted_stage(graph)
+        seed = self.plan.seed if self._is_own_init else None
+        given = (self._crew, self._link, self.layout, graph, self.routes)
+        stage, self._stray = weighted_stage(*given, seed)
         self._graph = None  # and with it the other stages' parameters
         self._stage = stage
         if self._crew.size > 1:  # alone, it is one process
@@ -200,32 +148,6 @@ class Pipeline:
         self._optimizer = self._make_optimizer()
         if self._mode is not None:
             stage.module.train(self._mode)
-
-    def _weighted_stage(self, graph: Graph) -> Stage:
-        """With rank 0's weights on every rank; or, where each makes its own, of one seed."""
-        device = self._crew.device
-        stages = [Stage.of(graph, self.routes, number) for number in range(self.plan.stages)]
-        names = [list(stage.module.state_dict()) for stage in stages]
-        mine = names[self.stage_number]
-        used = {name for each in names for name in each}
-        stray = [name for name in self._whole.shapes if name not in used and self.stage_number == 0]
-        if self._is_own_init and is_on_meta(graph.model):
-            materialise(graph.model, self.plan.seed, device, {*mine, *stray})
-        state = graph.model.state_dict()
-        self._stray = {name: state[name] for name in stray}
-        """What belongs to the model's state, though no step uses it."""
-        stage = Stage.of(graph, self.routes, self.stage_number)
-        stage.module.to(device)
-        if not self._is_own_init and self._crew.rank == 0:
-            for rank in range(1, self._crew.size):
-                theirs = stages[self.layout.stage_of(rank)].tensors()
-                self._link.send(theirs, rank, "weights")
-        elif not self._is_own_init:
-            weights = self._link.recv(0, "weights")
-            for name, tensor in stage.tensors().items():
-                if not torch.equal(tensor, weights[name]):  # one that was expanded takes no values
-                    tensor.copy_(weights[name])
-        return stage
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.plan.optimizer is None:
@@ -332,7 +254,7 @@ class Pipeline:
         self._num_steps += 1
         schedule = self._schedule(self.plan.schedule, len(parts))
         try:
-            with torch.enable_grad(), self._to_its_end():
+            with torch.enable_grad(), self._calls.to_its_end():
                 finish = self._loss_of_parts(y, parts, weight) if self.is_last else None
                 self._run(schedule, inputs, finish)
         finally:
@@ -346,7 +268,7 @@ class Pipeline:
         assert self.plan.loss is not None
         counts = self._counts()
         rule, reduction = self.plan.loss, self.plan.reduction
-        targets = self._targets(y, parts)
+        targets = self._batches.targets(y, parts)
         weights = part_weights(rule, targets, parts, reduction)
         total = torch.zeros((), device=self._crew.device)
         to_come = len(parts)
@@ -371,18 +293,8 @@ class Pipeline:
         self, schedule: Schedule, inputs: list[dict[str, Tree]], finish: Finish | None
     ) -> None:
         with self._own_chance():
-            call = self._num_begun % NUM_CALLS
-            self._runner.run(schedule, feed=inputs.__getitem__, finish=finish, call=call)
-
-    @contextmanager
-    def _to_its_end(self) -> Iterator[None]:
-        """Of a call that all stages have begun: if it fails in one, nobody can go on from there."""
-        try:
-            yield
-        except BaseException as error:
-            if self._crew.size > 1:
-                self._failed = f"call {self._num_begun} failed with {reason_of(error)}"
-            raise
+            turn = self._calls.turn
+            self._runner.run(schedule, feed=inputs.__getitem__, finish=finish, call=turn)
 
     def update(self) -> None:
         """Let the replicas agree, clip, and take the optimizer's step; gradients begin anew."""
@@ -418,57 +330,16 @@ class Pipeline:
         return self.place.share.weight_over_mean(self.layout.replicas)
 
     def _begin(self, what: str, x: Tree) -> tuple[list[Share], list[dict[str, Tree]]]:
-        """Stage 0 tells the others what comes; the shares of the micro-batches."""
-        if self._failed:
-            raise ModelError(
-                f"this pipeline cannot go on: {self._failed}, and its stages have been at "
-                "different places since then. Make a new one, with weights that you have kept."
-            )
-        self._num_begun += 1
-        inputs: list[dict[str, Tree]] = []
-        if self.stage_number == 0:
-            named, parts = self._in_parts(x)
-            announced = [what, self._num_begun, parts[0].total, self.module.training]
-            for rank in self._ranks[1:]:
-                self._link.isend(announced, rank, "begin")
-            inputs = micro_batches.split(named, parts)
-        else:
+        """The shares of the micro-batches and, in stage 0, their inputs."""
+        is_training = self.module.training
+        if self.stage_number > 0:
             with self.timeline.span("wait"):
-                announced = self._link.recv(self._ranks[0], "begin")
-            expected = [what, self._num_begun, announced[2], self.module.training]
-            if announced != expected:
-                raise ModelError(
-                    f"rank {self._crew.rank} does {_told(expected)}; rank {self._ranks[0]} does "
-                    f"{_told(announced)}. Every rank must make the same calls of the pipeline."
-                )
-            parts = self._parts(announced[2])
-        return parts, inputs
-
-    def _parts(self, samples: int) -> list[Share]:
-        in_turns = self.plan.schedule == "sequential"
-        num_stages = 1 if in_turns else self.plan.stages
-        return micro_batches.shares(samples, 1 if in_turns else self.plan.microbatches, num_stages)
-
-    def _named_inputs(self, x: Tree) -> dict[str, Tree]:
-        names = [name for _, name in self._inputs]
-        if isinstance(x, dict) and set(x) == set(names):
-            return {value: x[name] for value, name in self._inputs}
-        if isinstance(x, tuple | list) and len(x) == len(names):
-            return {value: each for (value, _), each in zip(self._inputs, x, strict=True)}
-        if len(names) == 1 and x is not None:
-            return {self._inputs[0][0]: x}
-        got = "nothing" if x is None else kind_of(x)
-        if isinstance(x, dict | tuple | list):
-            got += f" of {len(x)}"
-        raise ModelError(f"x: the model takes {', '.join(names)}; got {got}.")
-
-    def _targets(self, y: Tree, parts: Sequence[Share]) -> list[Tree]:
-        samples = micro_batches.num_samples(y, "y")
-        if samples != parts[0].total:
-            raise ModelError(
-                f"y has {samples} samples, x has {parts[0].total}: they must be of one batch."
-            )
-        return micro_batches.split(y, parts)
+                samples = self._calls.hear(what, is_training=is_training)
+            return self._batches.parts(samples), []
+        self._calls.check()
+        named, parts = self._batches.inputs(x)
+        self._calls.announce(what, parts[0].total, is_training=is_training)
+        return parts, micro_batches.split(named, parts)
 
     def _schedule(self, name: str, count: int) -> Schedule:
         key = (name, count)
@@ -497,7 +368,7 @@ class Pipeline:
         def finish(number: int, output: Any) -> None:
             outputs.append(output)
 
-        with torch.no_grad(), self._to_its_end():
+        with torch.no_grad(), self._calls.to_its_end():
             self._run(self._schedule("", len(parts)), inputs, finish)
         if not self.is_last:
             return self._link.recv(self._ranks[-1], "output") if everywhere else None
@@ -524,8 +395,3 @@ class Pipeline:
 
     def close(self) -> None:
         self._averages.close()
-
-
-def _told(announced: Sequence[Any]) -> str:
-    what, number, _, training = announced
-    return f"{what} (call {number}, {'train' if training else 'eval'} mode)"

@@ -1,0 +1,54 @@
+"""What a pipeline makes of a batch: inputs by name, and the micro-batches that it is cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.errors import ModelError
+from shoal.layout import Share
+from shoal.pipeline import micro_batches
+from shoal.pipeline.plan import Plan
+from shoal.settings import kind_of
+from shoal.wire.tree import Tree
+
+
+class Batches:
+    """Of one model and one plan."""
+
+    def __init__(self, inputs: Sequence[tuple[str, str]], plan: Plan) -> None:
+        """inputs: each as a value of the graph, and as `forward` calls it."""
+        self._inputs = inputs
+        in_turns = plan.schedule == "sequential"
+        self._num_parts = 1 if in_turns else plan.microbatches
+        self._num_stages = 1 if in_turns else plan.stages
+
+    def parts(self, samples: int) -> list[Share]:
+        """The micro-batches of a batch of so many samples."""
+        return micro_batches.shares(samples, self._num_parts, self._num_stages)
+
+    def inputs(self, x: Tree) -> tuple[dict[str, Tree], list[Share]]:
+        """The inputs of a batch, by value, and its micro-batches."""
+        named = self._named(x)
+        return named, self.parts(micro_batches.num_samples(named, "x"))
+
+    def targets(self, y: Tree, parts: Sequence[Share]) -> list[Tree]:
+        """Of each micro-batch."""
+        samples = micro_batches.num_samples(y, "y")
+        if samples != parts[0].total:
+            raise ModelError(
+                f"y has {samples} samples, x has {parts[0].total}: they must be of one batch."
+            )
+        return micro_batches.split(y, parts)
+
+    def _named(self, x: Tree) -> dict[str, Tree]:
+        names = [name for _, name in self._inputs]
+        if isinstance(x, dict) and set(x) == set(names):
+            return {value: x[name] for value, name in self._inputs}
+        if isinstance(x, tuple | list) and len(x) == len(names):
+            return {value: each for (value, _), each in zip(self._inputs, x, strict=True)}
+        if len(names) == 1 and x is not None:
+            return {self._inputs[0][0]: x}
+        got = "nothing" if x is None else kind_of(x)
+        if isinstance(x, dict | tuple | list):
+            got += f" of {len(x)}"
+        raise ModelError(f"x: the model takes {', '.join(names)}; got {got}.")

@@ -1,0 +1,79 @@
+"""What all stages of a replica do together: stage 0 announces each call, and the others agree.
+
+A call that fails in one stage leaves the others in the midst of it: there is none after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shoal.errors import ModelError, reason_of
+from shoal.wire.link import Link
+
+NUM_TURNS = 8
+"""Of calls that messages tell apart: no stage is as far ahead of another. The same tags come again,
+and with them headers of messages that are known."""
+
+
+class Calls:
+    """Of one replica, seen from one of its ranks."""
+
+    def __init__(self, link: Link, ranks: Sequence[int]) -> None:
+        """ranks: of the replica's stages."""
+        self._link = link
+        self._ranks = ranks
+        self._number = 0
+        self._failed = ""
+
+    @property
+    def turn(self) -> int:
+        """What tells the messages of this call from those of others."""
+        return self._number % NUM_TURNS
+
+    def announce(self, what: str, samples: int, *, is_training: bool) -> None:
+        """In stage 0: a call begins, with a batch of so many samples."""
+        self._begin()
+        for rank in self._ranks[1:]:
+            self._link.isend([what, self._number, samples, is_training], rank, "begin")
+
+    def hear(self, what: str, *, is_training: bool) -> int:
+        """In all others: the samples of the batch with which this call begins."""
+        self._begin()
+        announced = self._link.recv(self._ranks[0], "begin")
+        samples: int = announced[2]
+        expected = [what, self._number, samples, is_training]
+        if announced != expected:
+            raise ModelError(
+                f"rank {self._link.rank} does {_told(expected)}; rank {self._ranks[0]} does "
+                f"{_told(announced)}. Every rank must make the same calls of the pipeline."
+            )
+        return samples
+
+    def _begin(self) -> None:
+        self.check()
+        self._number += 1
+
+    def check(self) -> None:
+        """That no call has failed."""
+        if self._failed:
+            raise ModelError(
+                f"this pipeline cannot go on: {self._failed}, and its stages have been at "
+                "different places since then. Make a new one, with weights that you have kept."
+            )
+
+    @contextmanager
+    def to_its_end(self) -> Iterator[None]:
+        """Of a call that all stages have begun: if it fails in one, nobody can go on from there."""
+        try:
+            yield
+        except BaseException as error:
+            if self._link.size > 1:
+                self._failed = f"call {self._number} failed with {reason_of(error)}"
+            raise
+
+
+def _told(announced: Sequence[Any]) -> str:
+    what, number, _, is_training = announced
+    return f"{what} (call {number}, {'train' if is_training else 'eval'} mode)"
