@@ -31,9 +31,9 @@ ZAP = "inproc://zeromq.zap.01"
 STOP = "inproc://gate.stop"
 END, LOOK = b"end", b"look"
 NO_RANK = "it said nothing that a rank says, or left before it had said who it is"
-NO_KEY = "it does not speak as a rank does, or comes without a key"
-"""Where keys are wanted, also of one who left: without keys ZeroMQ leaves when it sees them, and
-whether what it says is read before that is a matter of chance."""
+NO_KEY = "it comes without a key, or left before it had said who it is"
+"""Where keys are wanted. Without one, ZeroMQ leaves when it sees that: whether what it says is read
+before is a matter of chance."""
 AGAIN_S = 2.0
 """Whoever was refused and wants in has come again by then."""
 WATCH_S = 0.05
@@ -246,7 +246,7 @@ class Gate:
         if event == zmq.EVENT_ACCEPTED:
             self._callers[value] = address_of(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._faults.append(("", NO_KEY))
+            self._faults.append(("", "it does not speak as a rank does, or comes without a key"))
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._callers.pop(value, "")
             if value in self._known:
