@@ -24,8 +24,9 @@ from wire_log import Log
 from shoal.errors import PeerLost, WireError
 from shoal.wire import zmq_gate
 from shoal.wire.front import MAX_FRONT_BYTES
-from shoal.wire.zmq_link import GOODBYE, ZmqLink
+from shoal.wire.zmq_link import ZmqLink
 from shoal.wire.zmq_pieces import PIECE_BYTES, WHOLE_BYTES
+from shoal.wire.zmq_receiving import GOODBYE
 from shoal.wire.zmq_sockets import Card
 
 SOON_S = 30.0

@@ -29,7 +29,8 @@ from shoal.wire.apart import take_apart
 from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.lending import Seals, is_readable
-from shoal.wire.zmq_link import GOODBYE, LENT, TAKEN, ZmqLink
+from shoal.wire.zmq_link import ZmqLink
+from shoal.wire.zmq_receiving import GOODBYE, LENT, TAKEN
 
 SOON_S = 30.0
 AT_ONCE_S = 10.0

@@ -4,8 +4,8 @@
              DEALER ────────> ROUTER                 DEALER to every peer: a connection each way,
                                                      and one more each for signs of life
 
-A message is its front and, behind it, its large buffers (zmq_pieces.py); how sockets are made is in
-zmq_sockets.py, what is known of another rank in zmq_peer.py.
+A message is its front and, behind it, its large buffers (zmq_pieces.py); what comes is read in
+zmq_receiving.py, how sockets are made is in zmq_sockets.py, what is known of a rank in zmq_peer.py.
 
 Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
 message there is no thread of ours. Who may connect, and who has gone, is the gate's business
@@ -29,26 +29,25 @@ import zmq
 
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.network import is_loopback
-from shoal.wire import front, lending, zmq_sockets
+from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import ReceiveJob
-from shoal.wire.lending import Seals, TakenBack, is_readable
+from shoal.wire.lending import Seals, is_readable
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_jobs import SEND_TURN_S, LendJob, SendJob
 from shoal.wire.zmq_peer import Loan, Peer
-from shoal.wire.zmq_pieces import (
-    LAST,
-    MORE,
-    Due,
-    SentMemory,
-    check_size,
-    is_whole,
-    is_worth_lending,
-    send,
-    send_pieces,
+from shoal.wire.zmq_pieces import LAST, MORE, SentMemory, is_worth_lending, send, send_pieces
+from shoal.wire.zmq_receiving import (
+    BORROWER,
+    DROPPED,
+    GOODBYE,
+    HELLO,
+    LENT,
+    MAX_REASON_LETTERS,
+    Receiving,
 )
 from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
 
@@ -57,11 +56,6 @@ LAST_WORDS_S = 1.0
 that all is here."""
 
 PULSE_GRACE_S = 0.2
-HELLO, BORROWER, GOODBYE, DROPPED, LENT, TAKEN = b"h", b"b", b"g", b"d", b"l", b"t"
-"""Signs: one byte. Behind it a reason (goodbye, dropped), a front and addresses (lent), a message's
-number (taken). A borrower says hello, and can read what is lent to it."""
-NUMBER = struct.Struct("<Q")
-MAX_REASON_LETTERS = 500
 MAX_CALL_BYTES = 64 * 1024
 OnCall = Callable[[bytes, bytes, str], bytes | None]
 """Told of a call: who (to answer to), what, and with which key; what is to be answered at once."""
@@ -129,10 +123,15 @@ class ZmqLink(Link):
         self._by_identity: dict[bytes, Peer] = {}
         self._by_pulse: dict[bytes, Peer] = {}
         self._pumping = threading.Lock()
-        self._frame = _NO_FRAME
-        """What was received last."""
-        self._has_more = False
-        """Whether more of the same zmq message is to be received."""
+        self._receiving = Receiving(
+            self._router,
+            rank,
+            self._inbox,
+            self._gate,
+            self._hear_farewell,
+            has_keys=keys is not None,
+            lends=self._seals is not None,
+        )
         self._is_open = True
         self._is_closed = False
         self._inbox.wait_until = self._pump_until
@@ -293,30 +292,23 @@ class ZmqLink(Link):
         sender, peer = b"", None
         try:
             sender = self._router.recv()
-            self._frame = self._router.recv(copy=False)
-            self._has_more = self._frame.more
+            self._receiving.begin()
             peer = self._by_identity.get(sender)
             if peer is None:
                 self._receive_pulse(sender)
-                return
-            if peer.is_gone:
-                return
-            self._receive(peer)
-            if self._has_more and not peer.has_gap:
-                raise WireError("more came than was announced")
+            elif not peer.is_gone:
+                self._receiving.receive(peer)
         except zmq.Again:
             self._bury(is_quiet=True)
         except WireError as error:
             self._refuse(sender, peer, error)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._has_more = bool(self._router.rcvmore)
-            if sender or self._has_more:  # not while we waited: something had come, and is lost
+            has_more = self._receiving.has_more = bool(self._router.rcvmore)
+            if sender or has_more:  # not while we waited: something had come, and is lost
                 self._tear(error)
             raise
         finally:
-            while self._has_more:  # the rest of a message that was not understood
-                self._next()
-            self._frame = _NO_FRAME  # or its memory could not be had for the next
+            self._receiving.end()
             if self._gate.has_broken:
                 self._bury(is_quiet=False, heard=peer)
 
@@ -349,11 +341,12 @@ class ZmqLink(Link):
 
     def _receive_call(self, sender: bytes) -> None:
         """From someone who is no rank of this crew, or not yet."""
-        if self._on_call is None or len(self._frame) > MAX_CALL_BYTES or self._has_more:
+        frame = self._receiving.frame
+        if self._on_call is None or len(frame) > MAX_CALL_BYTES or self._receiving.has_more:
             raise WireError("it is no rank of this crew")
-        self._gate.greet(self._frame, None)
-        key = str(self._frame.get("User-Id")) if self._keys else ""
-        reply = self._on_call(sender, self._frame.bytes, key)
+        self._gate.greet(frame, None)
+        key = str(frame.get("User-Id")) if self._keys else ""
+        reply = self._on_call(sender, frame.bytes, key)
         if reply is not None:
             self._router.send_multipart([sender, reply])
 
@@ -363,117 +356,16 @@ class ZmqLink(Link):
         if peer is None and self._on_call is not None:
             self._receive_call(sender)
             return
-        if peer is None or (self._keys and not peer.guest.is_author_of(self._frame)):
+        if peer is None or not self._receiving.is_by(peer):
             raise WireError("it is no rank of this crew")
-        self._gate.greet(self._frame, peer.guest)
+        self._gate.greet(self._receiving.frame, peer.guest)
         peer.has_pulse = True
-
-    def _receive(self, peer: Peer) -> None:
-        """One zmq message from `peer`, of which the first frame has been received."""
-        frame = self._frame
-        if self._keys and not peer.guest.is_author_of(frame):
-            raise WireError("it has the key of another")
-        data = frame.buffer
-        if len(data) == 1:  # also between two pieces: whoever was interrupted there says goodbye
-            self._receive_sign(peer, frame)
-            return
-        if peer.has_gap:
-            return
-        if peer.due is not None:
-            self._receive_piece(peer, peer.due, data)
-            return
-        count, read, contents = self._receive_front(peer, data)
-        if read.behind:
-            if not is_whole(read):
-                peer.due = Due(self._inbox, peer.rank, count, read, contents)
-                return
-            slot = read.behind[0]
-            piece = self._next().buffer
-            check_size(len(piece), read.sizes[slot])
-            contents.insert(slot, piece)
-        self._inbox.deliver_whole(peer.rank, read, contents)
-
-    def _receive_front(self, peer: Peer, data: memoryview) -> tuple[int, front.Front, list[Any]]:
-        """The number of a message, what its front says, and the small buffers in it."""
-        count, read = peer.reader.read(data)
-        if count != peer.num_received:
-            raise WireError(f"message {count} came, {peer.num_received} was due")
-        peer.num_received += 1
-        contents: list[Any] = []
-        if read.small:
-            contents = [bytearray(data[start:end]) for _, start, end in read.small]
-        return count, read, contents
-
-    def _borrow(self, peer: Peer) -> None:
-        """A message whose large buffers lie in the memory of `peer`."""
-        if peer.lender is None or peer.due is not None:
-            raise WireError("it lends what nobody can borrow")
-        count, read, contents = self._receive_front(peer, self._next().buffer)
-        offer = self._next().buffer
-        check_size(len(offer), NUMBER.size * len(read.behind))
-        arrival = self._inbox.arrive(peer.rank, read)
-        for (slot, _, _), content in zip(read.small, contents, strict=True):
-            arrival.take(slot, content)
-        places = [arrival.room(slot) for slot in read.behind]
-        try:
-            addresses = [at for (at,) in NUMBER.iter_unpack(offer)]
-            lending.read(peer.lender, self.rank, addresses, places)
-        except TakenBack as error:
-            if is_readable(peer.lender, self.rank):
-                raise WireError("it lent memory that it does not have") from error
-            peer.has_gap = True
-            self._gate.note_broken(peer.guest)  # it is leaving: its last words may say why
-            return
-        self._inbox.deliver(arrival)
-        with suppress(zmq.Again), peer.lock:  # if its connection broke, that is found out soon
-            send(peer.dealer, TAKEN, MORE)
-            send(peer.dealer, NUMBER.pack(count), LAST)
-
-    def _receive_piece(self, peer: Peer, due: Due, stamp: memoryview) -> None:
-        due.check(stamp)
-        if due.fill(self._next_into(due.place)):
-            peer.due = None
-
-    def _receive_sign(self, peer: Peer, frame: zmq.Frame) -> None:
-        sign = frame.bytes
-        if sign == LENT:
-            if not peer.has_gap:
-                self._borrow(peer)
-        elif sign == TAKEN:
-            number = self._next().bytes
-            check_size(len(number), NUMBER.size)
-            peer.has_taken(*NUMBER.unpack(number))
-        elif sign in (HELLO, BORROWER) and not peer.has_come:
-            peer.has_come = True
-            peer.borrows = sign == BORROWER and self._seals is not None
-            self._gate.greet(frame, peer.guest, brings_all=True)
-        elif sign in (GOODBYE, DROPPED):
-            reason = self._next().bytes[:MAX_REASON_LETTERS] if self._has_more else b""
-            self._hear_farewell(peer, sign, reason.decode("utf-8", "replace").strip())
-        else:
-            raise WireError("it sent a sign that means nothing")
 
     def _hear_farewell(self, peer: Peer, sign: bytes, reason: str) -> None:
         if sign == GOODBYE:
             self._drop(peer, PeerLost(has_left(peer.name, reason)))
         else:
             self._drop(peer, PeerLost(f"{peer.name} dropped {self._name}: {reason}"))
-
-    def _next(self) -> zmq.Frame:
-        """The next frame of the zmq message that is being received."""
-        if not self._has_more:
-            raise WireError("a part of the message is missing")
-        self._frame = self._router.recv(copy=False)
-        self._has_more = self._frame.more
-        return self._frame
-
-    def _next_into(self, place: memoryview) -> int:
-        """The same, without a frame: where it goes, and how many bytes it has."""
-        if not self._has_more:
-            raise WireError("a part of the message is missing")
-        size: int = self._router.recv_into(place)
-        self._has_more = bool(self._router.rcvmore)
-        return size
 
     # -- peers that go -----------------------------------------------------------------------------
 
@@ -494,7 +386,7 @@ class ZmqLink(Link):
             self._drop(peer, PeerLost(f"{self._name} dropped {peer.name}: {error}"))
             self._send_sign(peer, DROPPED, str(error))
             return
-        self._gate.turn_away(sender, self._frame, str(error))
+        self._gate.turn_away(sender, self._receiving.frame, str(error))
 
     def _drop(self, peer: Peer, error: PeerLost) -> None:
         if self._seals:
@@ -558,5 +450,4 @@ class ZmqLink(Link):
         return buffer
 
 
-_NO_FRAME = zmq.Frame()
 _DEAD = "its connection broke or it gave no sign of life. It was killed, is frozen, or is cut off"
