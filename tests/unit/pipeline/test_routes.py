@@ -804,6 +804,15 @@ TWO_NAMES = known_limit(
 )
 
 
+def check_two_names(step: Any, names: list[str], alike: Alike) -> None:
+    torch.manual_seed(0)
+    model = Same(step)
+    # The step has another name where it is a function; it always comes second.
+    cuts = [1, *at(model, *names[1:])] if names[0] == "step" else at(model, *names)
+    for seed in range(3):
+        check_same(model, cuts, {"x": x_of(5, WIDTH, seed=seed)}, alike=alike)
+
+
 @pytest.mark.parametrize(
     ("names", "alike"),
     [
@@ -817,16 +826,26 @@ TWO_NAMES = known_limit(
 )
 @pytest.mark.parametrize(
     "step",
-    [nn.Identity(), nn.Dropout(0.0), lambda v: v.flatten(1), lambda v: v.float().contiguous()],
-    ids=["identity", "dropout", "flatten", "float"],
+    [nn.Dropout(0.0), lambda v: v.flatten(1), lambda v: v.float().contiguous()],
+    ids=["dropout", "flatten", "float"],
 )
 def test_two_names_for_one_tensor(step: Any, names: list[str], alike: Alike) -> None:
-    torch.manual_seed(0)
-    model = Same(step)
-    # The step has another name where it is a function; it always comes second.
-    cuts = [1, *at(model, *names[1:])] if names[0] == "step" else at(model, *names)
-    for seed in range(3):
-        check_same(model, cuts, {"x": x_of(5, WIDTH, seed=seed)}, alike=alike)
+    check_two_names(step, names, alike)
+
+
+@pytest.mark.parametrize(
+    "names", [["b"], ["c"], ["b", "c", "d"], ["step", "b"], ["step", "c", "d"]]
+)
+def test_what_an_identity_gives_is_the_value_it_was_given(names: list[str]) -> None:
+    """It is known to be so when the model is read: one value, added up in the order of its uses."""
+    check_two_names(nn.Identity(), names, alike)
+
+
+def test_an_identity_that_does_something_is_a_step() -> None:
+    twice = nn.Identity()
+    twice.register_forward_hook(lambda module, args, output: 2 * output)
+    for names in (["b", "c", "d"], ["step", "b"]):
+        check_two_names(twice, names, alike)
 
 
 def test_a_tuple_whose_elements_are_used_often() -> None:
