@@ -35,7 +35,8 @@ from shoal.errors import ModelError, SettingsError, WireError
 from shoal.interrupts import prompt_interrupts
 from shoal.pipeline import micro_batches
 from shoal.pipeline.build import Model, as_module, check_stages, materialise
-from shoal.pipeline.graph import Graph, check_in_place, check_shared, cuts_at, modules_in, read
+from shoal.pipeline.graph import Graph, check_shared, cuts_at, modules_in, read
+from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.losses import REDUCTIONS, Loss, loss_faults, part_weights
 from shoal.pipeline.partition import Costs
 from shoal.pipeline.plan import name_faults, whole_number_faults

@@ -7,16 +7,22 @@ order in which the model itself computes. A stage is a stretch of the row.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
 
-import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.trace import changes_in_place, inside, keep_whole, line_of, trace
+from shoal.pipeline.trace import (
+    changes_in_place,
+    inside,
+    is_unit,
+    keep_whole,
+    line_of,
+    trace,
+)
+from shoal.pipeline.views import VIEWS, memory_roots
 from shoal.settings import counted
 
 
@@ -36,7 +42,7 @@ class Graph:
 
     def nodes(self) -> list[fx.Node]:
         """Of the units."""
-        return [node for node in self.training.nodes if _is_unit(node)]
+        return [node for node in self.training.nodes if is_unit(node)]
 
     def names(self) -> list[str]:
         """Of the units, as the user knows them: by the module that begins there, if one does."""
@@ -54,14 +60,10 @@ class Graph:
         number = {name: i for i, name in enumerate(self.units)}
         found: dict[str, set[int]] = {}
         for node in [*self.training.nodes, *self.evaluating.nodes]:
-            if node.op == "placeholder" or _is_unit(node):
+            if node.op == "placeholder" or is_unit(node):
                 uses = {number.get(user.name, len(self.units)) for user in node.users}
                 found.setdefault(node.name, set()).update(uses)
         return {value: sorted(uses) for value, uses in found.items()}
-
-
-def _is_unit(node: fx.Node) -> bool:
-    return node.op in ("call_module", "call_function", "call_method")
 
 
 def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
@@ -78,7 +80,7 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
         evaluating,
         [str(node.name) for node in training.nodes if node.op == "placeholder"],
         [str(node.target) for node in training.nodes if node.op == "placeholder"],
-        [node.name for node in training.nodes if _is_unit(node)],
+        [node.name for node in training.nodes if is_unit(node)],
     )
 
 
@@ -126,7 +128,7 @@ def _asking_the_mode(training: fx.Graph, evaluating: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in training.nodes
-        if _is_unit(node) and _arguments(node) != _arguments(of_eval[node.name])
+        if is_unit(node) and _arguments(node) != _arguments(of_eval[node.name])
     ]
 
 
@@ -237,7 +239,7 @@ def tensors_held(graph: Graph) -> list[set[int]]:
     """Of each unit: the parameters and buffers that its stage must have, by id."""
     found = []
     kept = {node.name: node for node in graph.training.nodes if node.op == "get_attr"}
-    roots = memory_roots(graph, graph.training.nodes)
+    roots = memory_roots(graph.model, graph.training.nodes)
     for node in graph.nodes():
         used: set[int] = set()
         if node.op == "call_module":
@@ -263,7 +265,7 @@ def _only_read(graph: Graph) -> set[int]:
     found: set[int] = set()
     changed: set[int] = set()
     for nodes in (graph.training.nodes, graph.evaluating.nodes):
-        roots = memory_roots(graph, nodes)
+        roots = memory_roots(graph.model, nodes)
         written = {roots[node.name] for node in nodes if changes_in_place(node, graph.model)}
         for node in nodes:
             if node.op == "call_module":
@@ -279,7 +281,7 @@ def _only_read(graph: Graph) -> set[int]:
 def _reads(user: fx.Node) -> bool:
     if getattr(user.target, "__module__", "") == "_operator":
         return True
-    return user.op == "call_method" and user.target in _VIEWS
+    return user.op == "call_method" and user.target in VIEWS
 
 
 def attribute(model: nn.Module, path: str) -> object:
@@ -325,107 +327,3 @@ def _called(graph: Graph, tensors: set[int]) -> str:
         if names := [name for name, tensor in known if id(tensor) in tensors]:
             return f"{kind} ({', '.join(names)})"
     return "tensors of the model"
-
-
-# -- steps that change what they are given ---------------------------------------------------------
-
-
-_VIEWS = frozenset(
-    {
-        "alpha_dropout", "chunk", "contiguous", "detach", "diagonal", "double", "dropout",
-        "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_dropout",
-        "flatten", "float", "getattr", "getitem", "half", "identity", "movedim", "narrow",
-        "permute", "ravel", "reshape", "select", "split", "squeeze", "swapaxes", "t",
-        "tensor_split", "to", "transpose", "type", "unbind", "unflatten", "unsqueeze", "view",
-        "view_as",
-    }
-)  # fmt: skip
-"""Steps that may give back the memory that they were given."""
-
-
-def _may_alias(node: fx.Node, model: nn.Module) -> bool:
-    if changes_in_place(node, model):
-        return True
-    if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        own = not type(module).__module__.startswith("torch.")
-        return own or type(module).__name__.lower() in _VIEWS
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return str(name) in _VIEWS
-
-
-def memory_roots(graph: Graph, nodes: Iterable[fx.Node]) -> dict[str, str]:
-    """Of each value: the one whose memory it may share, directly or through views."""
-    roots: dict[str, str] = {}
-    for node in nodes:
-        sources = node.all_input_nodes[:1]
-        if sources and _is_unit(node) and _may_alias(node, graph.model):
-            roots[node.name] = roots.get(sources[0].name, sources[0].name)
-        else:
-            roots[node.name] = node.name
-    return roots
-
-
-class _Change(NamedTuple):
-    """A step changes what is used later."""
-
-    first: int
-    """The unit that makes what is changed; -1: it is an input."""
-    last: int
-    """The last that uses it; `len(units)` stands for the model's output."""
-    fault: str
-    """What to say of a cut after `first` and not after `last`."""
-
-
-def _changes(graph: Graph) -> Iterator[_Change]:
-    number = {name: i for i, name in enumerate(graph.units)}
-    names = [*graph.names(), "the output"]
-    told = dict(zip(graph.inputs, graph.input_names, strict=True))
-    told |= dict(zip(graph.units, names, strict=False))
-    roots = memory_roots(graph, graph.training.nodes)
-    users = graph.users()
-    for node in graph.nodes():
-        if not (changes_in_place(node, graph.model) and node.all_input_nodes):
-            continue
-        here = number[node.name]
-        root = roots[node.name]
-        for value, uses in users.items():
-            made_before = number.get(value, -1) < here
-            later = [use for use in uses if use > here]
-            if roots[value] != root or not made_before or not later:
-                continue
-            what = told[value]
-            yield _Change(
-                number.get(root, -1),
-                later[-1],
-                f"{names[here]} changes {what} in place, and {names[later[0]]} uses {what} "
-                f"later; with a cut between them it would not see the change. {_remedy(node)} "
-                f"Or cut elsewhere: not between {told[root]} and {names[later[-1]]}.",
-            )
-
-
-def _remedy(node: fx.Node) -> str:
-    """How to write a step so that it changes nothing."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    plain = str(name).removesuffix("_")
-    if node.op == "call_module" or node.kwargs.get("inplace"):
-        return "Use inplace=False there."
-    if hasattr(torch.Tensor, plain) or hasattr(torch.nn.functional, plain):
-        return f"Use {plain} instead of {name} there, and what it gives."
-    return "Make a new tensor there, with torch.where for example."
-
-
-def changed_in_place(graph: Graph) -> list[tuple[int, int]]:
-    """Pairs of units that must be in one stage, as the second is to see a change in place."""
-    end = len(graph.units) - 1
-    return sorted({(max(it.first, 0), min(it.last, end)) for it in _changes(graph)})
-
-
-def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
-    """Raises ModelError where a step changes what is used later, and a cut comes between.
-
-    Over a cut memory is not shared, so that the change would not be seen there.
-    """
-    faults = [it.fault for it in _changes(graph) if any(it.first < cut <= it.last for cut in cuts)]
-    if faults:
-        raise ModelError(faults)

@@ -26,7 +26,8 @@ from shoal.pipeline.build import Model, as_module, check_stages, check_state, ou
 from shoal.pipeline.calls import Calls
 from shoal.pipeline.chance import Chance
 from shoal.pipeline.cutting import best_cuts, named_cuts
-from shoal.pipeline.graph import Graph, check_in_place, check_shared, modules_in, read
+from shoal.pipeline.graph import Graph, check_shared, modules_in, read
+from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.losses import loss_of_part, part_weights
 from shoal.pipeline.over_stages import OverStages, thinks_in_vectors
 from shoal.pipeline.plan import (

@@ -19,11 +19,11 @@ from shoal.pipeline.build import is_on_meta, materialise
 from shoal.pipeline.graph import (
     Graph,
     attribute,
-    changed_in_place,
     paths_of,
     shared,
     tensors_held,
 )
+from shoal.pipeline.in_place import changed_in_place
 from shoal.pipeline.late import KINDS
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine

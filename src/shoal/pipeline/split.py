@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from shoal.pipeline.graph import Graph, memory_roots
+from shoal.pipeline.graph import Graph
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.trace import changes_in_place
+from shoal.pipeline.views import memory_roots
 
 OUTPUT = "output"
 """The name of what the model returns, among the values that stages make."""
@@ -65,7 +66,7 @@ def _leave_constants_out(module: nn.Module, model: nn.Module) -> None:
 def _changed_in_place(graph: Graph, whole: fx.Graph, mine: set[str]) -> set[str]:
     """Values from elsewhere that a step of this stage would change, directly or through a view."""
     nodes = [node for node in whole.nodes if node.name in mine]
-    roots = memory_roots(graph, nodes)
+    roots = memory_roots(graph.model, nodes)
     return {roots[node.name] for node in nodes if changes_in_place(node, graph.model)} - mine
 
 

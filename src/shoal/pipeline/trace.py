@@ -365,6 +365,11 @@ def _without_guards(graph: fx.Graph, model: nn.Module, fixed: dict[str, Any]) ->
     return graph
 
 
+def is_unit(node: fx.Node) -> bool:
+    """Whether it is a step of the computation, not an input, a constant or the output."""
+    return node.op in ("call_module", "call_function", "call_method")
+
+
 def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
     """Whether a step overwrites its input, as ReLU(inplace=True) does."""
     target = node.target

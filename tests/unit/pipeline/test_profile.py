@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.errors import ModelError
 from shoal.layout import Share
-from shoal.pipeline.graph import check_in_place, read
+from shoal.pipeline.graph import read
+from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.partition import Costs, Unit, Value, stage_bytes
 from shoal.pipeline.profile import check_shapes, choose_cuts, profile
 from shoal.pipeline.schedule import make_schedule
