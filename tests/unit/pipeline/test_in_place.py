@@ -17,6 +17,10 @@ from shoal.pipeline.trace import changes_in_place
 WIDTH = 4
 
 
+def square() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
 class Changes(nn.Module):
     """`a` gives v; a step changes it; and the end uses it once more."""
 
