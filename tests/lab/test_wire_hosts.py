@@ -158,3 +158,25 @@ def test_insecure_and_dist_links_go_without_keys_until_a_host_is_cut_off(
         for line in lines[3:]:
             assert line.startswith("lost True ")
             assert other in line
+
+
+def test_what_takes_longer_to_come_than_a_sign_of_life_may_is_one(
+    talk: Talk, hosts: tuple[Host, Host]
+) -> None:
+    """Over a slow cable a piece of gloo's took longer than `hung_s`, its sender's signs of life had
+    to wait behind it, and a rank that lived was called frozen."""
+    slow = ["tbf", "rate", "10mbit", "burst", "64kb", "latency", "100ms"]
+    for host in hosts:
+        command = host.command("tc", "qdisc", "add", "dev", host.interface, "root", *slow)
+        subprocess.run(command, check=True, timeout=ENOUGH_S)
+    ranks = talk("""
+    link = crew.link("dist", hung_s=1.0, timeout_s=60)
+    piece = torch.arange(2**19)  # 4 MiB: 3.4 s
+    for number in range(2):
+        if crew.rank == 0:
+            link.send(piece + number, to=1)
+        else:
+            print(torch.equal(link.recv(0), piece + number))
+""")
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
+    assert ranks[1].out == "True\nTrue\n"

@@ -1,7 +1,8 @@
-"""Connections that ZeroMQ holds, seen from outside: whose they are, and what has come by them.
+"""Connections that ZeroMQ or gloo hold, seen from outside: whose they are, what has come by them.
 
-ZeroMQ names them by file descriptor only, and one that is named may be gone, and its number taken
-by another, before we look: each look is at a handle of our own.
+They are known by file descriptor only, and one that is named may be gone, and its number taken by
+another, before we look: each look is at a handle of our own, and only while it is needed, since the
+other side does not see the end of a connection that somebody still holds.
 """
 
 from __future__ import annotations
@@ -9,9 +10,46 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
-_BYTES_RECEIVED = struct.Struct("<Q"), 128
-"""In what Linux tells of a connection (struct tcp_info), and where. Others tell less."""
+_COUNTS = struct.Struct("<QQ"), 120
+"""In what Linux tells of a connection (struct tcp_info), and where: bytes that the other side has
+taken, and bytes that came. Other systems tell less."""
+
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+Connection = tuple[int, str]
+"""Its descriptor, and who is at the other end."""
+
+
+def connections() -> set[Connection]:
+    """All that this process has, on Linux."""
+    if not _DESCRIPTORS.exists():
+        return set()
+    found = {int(entry.name): address_of(int(entry.name)) for entry in _DESCRIPTORS.iterdir()}
+    return {(descriptor, address) for descriptor, address in found.items() if address}
+
+
+class Traffic(NamedTuple):
+    taken: int
+    """Bytes that the other side's system has taken."""
+    come: int
+
+
+def traffic(known: Iterable[Connection]) -> Traffic:
+    """By these connections, so far; by those that are gone, none."""
+    taken = come = 0
+    for descriptor, address in known:
+        connection = _borrow(descriptor)
+        if connection is not None:
+            with connection:
+                if _address(connection) == address:
+                    its = _traffic(connection)
+                    taken, come = taken + its.taken, come + its.come
+    return Traffic(taken, come)
 
 
 def address_of(descriptor: int) -> str:
@@ -29,7 +67,7 @@ def end_if_beyond(most_bytes: int, descriptor: int, address: str) -> bool:
     if connection is None:
         return False
     with connection:
-        if _address(connection) != address or _bytes_received(connection) <= most_bytes:
+        if _address(connection) != address or _traffic(connection).come <= most_bytes:
             return False
         connection.shutdown(socket.SHUT_RDWR)
         return True
@@ -55,9 +93,11 @@ def _address(connection: socket.socket) -> str:
     return f"{host}:{port}"
 
 
-def _bytes_received(connection: socket.socket) -> int:
-    field, at = _BYTES_RECEIVED
+def _traffic(connection: socket.socket) -> Traffic:
+    counts, at = _COUNTS
     if not hasattr(socket, "TCP_INFO"):
-        return 0
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + field.size)
-    return int(field.unpack_from(told, at)[0]) if len(told) >= at + field.size else 0
+        return Traffic(0, 0)
+    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + counts.size)
+    return (
+        Traffic(*counts.unpack_from(told, at)) if len(told) >= at + counts.size else Traffic(0, 0)
+    )

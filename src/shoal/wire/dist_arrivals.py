@@ -1,19 +1,15 @@
 """What comes from one peer over gloo: receives that wait for it, and the way into the inbox.
 
-    tag 1         what a message begins with (first_piece.py), into room that is always waiting
-    tag 2         the rest of a front that is too long for one piece
-    tag 3         pieces of a buffer that is longer than one
-    tag 16 + n    a buffer of n bytes
-
-Every receive that is not waiting yet when its data is sent costs a turn of the network. So room for
-a buffer as long as the last one is held ready, too: also where each message has a front of its own,
-a stream of equal shapes never waits.
+What comes under which tag is in dist_parts.py. Every receive that is not waiting yet when its data
+is sent costs a turn of the network. So room for a buffer as long as the last one is held ready:
+also where each message has a front of its own, a stream of equal shapes never waits.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,25 +17,25 @@ from typing import Any
 import torch
 
 from shoal.errors import WireError
-from shoal.wire import first_piece
 from shoal.wire.arrival import Arrival
+from shoal.wire.connections import Connection, Traffic, traffic
+from shoal.wire.dist_parts import FIRST, NEVER, PIECE, PIECE_BYTES, REST, WHOLE
 from shoal.wire.first_piece import Room
 from shoal.wire.front import Front, FrontReader, without_number
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.inbox import Inbox
 from shoal.wire.slots import DTYPES, as_tensor
 
-FIRST, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
-PIECE_BYTES = first_piece.MOST_ROOM_BYTES
 PIECES_AHEAD = 16
 """That receives wait for. With 8 of them 64 MiB took a tenth longer, on one host."""
 MAX_SPARES = 8
+MORE_THAN_SIGNS_BYTES = 4096
 FOR_EVER = timedelta(days=365)
 _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Arrivals:
-    """Of the messages of one peer. Used by one thread, but for `heard_at` and `break_off`."""
+    """Of the messages of one peer. One thread receives them; `look` and `break_off` are for any."""
 
     def __init__(
         self,
@@ -49,9 +45,12 @@ class Arrivals:
         inbox: Inbox,
         limit_bytes: int,
         lane: GpuLane | None,
+        connections: Iterable[Connection] = (),
     ) -> None:
-        """other: the peer's rank within the group of two."""
+        """other: the peer's rank within the group of two. connections: those of the group."""
         self.heard_at = time.monotonic()
+        self._connections = list(connections)
+        self._traffic = Traffic(0, 0)
         self.spare: dict[int, tuple[Any, torch.Tensor]] = {}
         """By length: a receive that waits for a buffer, and where it will be."""
         self._rank = rank
@@ -85,6 +84,18 @@ class Arrivals:
             return data
         self._receive(self._read(data), None)
         return b""
+
+    def look(self) -> None:
+        """That something comes, or is taken, though no receive has ended, is a sign of life too.
+
+        Over a slow network one piece may take long, and signs of life, ours and its, wait behind
+        it: gloo asks for each before it is sent. What its system takes for a rank that is frozen
+        counts only if it is more than such a sign.
+        """
+        now = traffic(self._connections)
+        if now.come > self._traffic.come or now.taken > self._traffic.taken + MORE_THAN_SIGNS_BYTES:
+            self._traffic = now
+            self.heard_at = time.monotonic()
 
     def break_off(self) -> None:
         """Make gloo give up all that is under way in its group: it does when a wait times out."""

@@ -19,19 +19,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import repeat
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.wire import first_piece, front
-from shoal.wire.dist_arrivals import FIRST, FOR_EVER, PIECE, PIECE_BYTES, REST, WHOLE, Arrivals
+from shoal.wire.connections import connections
+from shoal.wire.dist_arrivals import FOR_EVER, Arrivals
+from shoal.wire.dist_parts import PIECE_BYTES, Parts, parts_of
 from shoal.wire.dist_peer import A_MOMENT_S, Outgoing, Peer
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.slots import as_tensor, view_of
 from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
@@ -98,6 +99,7 @@ class DistLink(Link):
             low, high = sorted((self.rank, other))
             meeting = dist.PrefixStore(f"{low}-{high}", store)
             name = names[other] if names else f"rank {other}"
+            before = connections()
             try:
                 group = gloo(meeting, int(self.rank > other), 2, options)
                 lane = make_lane(meeting, int(self.rank > other)) if make_lane else None
@@ -105,7 +107,8 @@ class DistLink(Link):
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
             place = int(self.rank < other)
             packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
-            arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane)
+            made = connections() - before
+            arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane, made)
             self._peers[other] = Peer(other, name, group, place, packer, arrivals, lane)
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
@@ -124,54 +127,37 @@ class DistLink(Link):
                 raise WireError("the link was closed")
             head, buffers = peer.packer.pack(tree, tag, peer.num_sent)
             said = front.without_number(head)
-            is_again = said == peer.said
-            if is_again and peer.is_repeated and first_piece.may_stand(buffers):
+            if peer.may_leave_out(said) and first_piece.may_stand(buffers):
                 head = b""
-            outgoing = self._start(peer, head, buffers)
-            peer.said, peer.is_repeated = said, is_again
-            peer.num_sent += 1
+            outgoing = self._start(peer, parts_of(head, buffers), said)
         return outgoing if buffers else DONE
 
-    def _start(
-        self, peer: Peer, head: bytes, buffers: list[front.Memory], *, is_sign: bool = False
-    ) -> Outgoing:
-        """head: none where the first of the buffers stands for it."""
+    def _start(self, peer: Peer, parts: Parts, said: bytes | None) -> Outgoing:
+        """said: by the front of a message; None: it is a sign."""
         if peer.lost:
             raise copy.copy(peer.lost)
-        outgoing = Outgoing(self, peer)
-        fronts, wholes, pieces, on_gpu = [], [], [], []
-        if head:
-            message = as_tensor(bytearray(first_piece.with_length(head, is_sign=is_sign)))
-            fronts.append((FIRST, message[: first_piece.MAX_PIECE_BYTES]))
-            if len(message) > first_piece.MAX_PIECE_BYTES:
-                fronts.append((REST, message[first_piece.MAX_PIECE_BYTES :]))
-        elif buffers:
-            fronts.append((FIRST, torch.from_numpy(buffers[0])))
-            buffers = buffers[1:]
-        for buffer in buffers:
-            if isinstance(buffer, torch.Tensor):
-                on_gpu.append(buffer)
-            elif buffer.nbytes <= PIECE_BYTES:
-                wholes.append((WHOLE + buffer.nbytes, torch.from_numpy(buffer)))
-            else:
-                content = as_tensor(view_of(buffer))
-                pieces += [(PIECE, piece) for piece in content.split(PIECE_BYTES)]
+        outgoing = Outgoing(self, peer, [*parts.pieces, *parts.on_gpu])
+        places = [[piece] for piece in parts.pieces]
         try:
-            # The front after what the other side may be waiting for: it wakes up once, for both.
-            for tag, piece in wholes + fronts + pieces:
-                outgoing.works.append((peer.group.send([piece], peer.other, tag), piece))
+            # Not by Python: Ctrl-C, which a script may catch, comes before all of them or behind.
+            outgoing.works.extend(map(peer.group.send, places, repeat(peer.other), parts.tags))
             if peer.lane:
-                outgoing.works += [(peer.lane.send(buffer), buffer) for buffer in on_gpu]
+                outgoing.works += [peer.lane.send(buffer) for buffer in parts.on_gpu]
         except RuntimeError as error:
             raise self._lose(peer, error) from error
-        peer.outgoing.put(outgoing)
+        finally:
+            if len(outgoing.works) == len(outgoing.pieces):
+                peer.has_begun(outgoing, said)
+            elif outgoing.works and not peer.lost:
+                cause = f"rank {self.rank} was interrupted in the midst of a message to {peer.name}"
+                self._break_off(peer, PeerLost(f"{cause}: nothing more can be sent there"))
         return outgoing
 
     def _start_sign(self, peer: Peer, sign: bytes, reason: str = "") -> None:
         """With the peer's lock held. If it is lost already there is nobody to tell."""
         text = sign + reason[:MAX_REASON_LETTERS].encode("utf-8", "replace")
         with suppress(PeerLost):
-            self._start(peer, text, [], is_sign=True)
+            self._start(peer, parts_of(text, [], is_sign=True), None)
 
     def _say_goodbye(self, peer: Peer, reason: str = "") -> None:
         """With the peer's lock held: once, whether we leave or answer one who does."""
@@ -193,7 +179,7 @@ class DistLink(Link):
             if outgoing is None:
                 return
             try:
-                works = outgoing.works
+                works = list(zip(outgoing.works, outgoing.pieces, strict=True))
                 if all(piece.nbytes < PIECE_BYTES for _, piece in works):
                     works = works[::-1]  # what began last mostly ends last: one wait, not several
                 for work, piece in works:
@@ -293,6 +279,7 @@ class DistLink(Link):
         for peer in self._peers.values():
             if peer.lost or peer.is_paused:
                 continue
+            peer.arrivals.look()
             if time.monotonic() > peer.arrivals.heard_at + self._hung_s:
                 silent = f"no sign of life for {self._hung_s:g} s. It is frozen or cut off"
                 self._break_off(peer, PeerSilent(f"rank {self.rank} lost {peer.name}: {silent}"))

@@ -53,22 +53,35 @@ class Peer:
     """Nothing is received from it for the moment."""
     threads: list[threading.Thread] = field(default_factory=list)
 
+    def may_leave_out(self, said: bytes) -> bool:
+        """Whether it knows what a front would say: it was said twice, and nothing else since."""
+        return self.is_repeated and said == self.said
+
+    def has_begun(self, outgoing: Outgoing, said: bytes | None) -> None:
+        """It is on its way. said: by the front of a message; None: it is a sign."""
+        self.outgoing.put(outgoing)
+        if said is not None:
+            self.said, self.is_repeated = said, said == self.said
+            self.num_sent += 1
+
 
 class Outgoing(Job):
     """A message that is being sent."""
 
-    __slots__ = ("_bell", "_link", "_peer", "works")
+    __slots__ = ("_bell", "_link", "_peer", "pieces", "works")
 
-    def __init__(self, link: DistLink, peer: Peer) -> None:
-        self.works: list[tuple[Any, torch.Tensor]] = []
-        """What is under way, with the memory it reads. Empty when it has gone."""
+    def __init__(self, link: DistLink, peer: Peer, pieces: list[torch.Tensor]) -> None:
+        self.pieces = pieces
+        """What is sent: memory that is being read."""
+        self.works: list[Any] = []
+        """One for each that is under way. Empty when all have gone."""
         self._link = link
         self._peer = peer
         self._bell = threading.Lock()
         self._bell.acquire()
 
     def finish(self) -> None:
-        self.works = []
+        self.works, self.pieces = [], []
         self._bell.release()
         self._link._inbox.stir()
 

@@ -229,11 +229,20 @@ class ZmqLink(Link):
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
         check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
+        before = peer.num_sent
+        try:
+            return self._start(peer, tree, tag, lend)
+        except (KeyboardInterrupt, SystemExit) as error:
+            if peer.num_sent != before and not peer.is_gone:
+                self._tear_off(peer, error)
+            raise
+
+    def _start(self, peer: Peer, tree: Tree, tag: str, lend: bool) -> Job:
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
                 raise WireError("the link was closed")
             if peer.is_gone:
-                raise self.lost(to)
+                raise self.lost(peer.rank)
             number = peer.num_sent
             head, buffers = peer.packer.pack(tree, tag, number)
             peer.num_sent += 1
@@ -248,7 +257,7 @@ class ZmqLink(Link):
                 broken = PeerSilent(f"{self._name} lost {peer.name}: {_DEAD}")
         # Its last words, with the reason why it left, may have come and not been received.
         if self._pump_until(lambda: peer.is_gone, 2 * self._last_words_s):
-            raise self.lost(to)
+            raise self.lost(peer.rank)
         raise broken
 
     def _lend(self, peer: Peer, head: bytes, number: int, buffers: list[front.Memory]) -> Job:
@@ -258,6 +267,12 @@ class ZmqLink(Link):
         send(peer.dealer, head, MORE)
         send(peer.dealer, struct.pack(f"<{len(addresses)}Q", *addresses), LAST)
         return LendJob(self, peer, number)
+
+    def _tear_off(self, peer: Peer, why: BaseException) -> None:
+        """It may have got a part of a message: both sides are told."""
+        was_torn = f"was interrupted in the midst of a message ({type(why).__name__})"
+        self._send_sign(peer, DROPPED, was_torn)
+        self._drop(peer, PeerLost(f"{self._name} {was_torn} to {peer.name}: it gets no more"))
 
     def lends_to(self, rank: int) -> bool:
         return self._peers[rank].borrows

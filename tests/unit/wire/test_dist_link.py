@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
-from shoal.wire.dist_arrivals import FIRST, PIECE, PIECE_BYTES
 from shoal.wire.dist_link import DistLink
+from shoal.wire.dist_parts import FIRST, PIECE, PIECE_BYTES
 from shoal.wire.first_piece import MAX_PIECE_BYTES, with_length
 from shoal.wire.tree import Tree, tensors_of, with_tensors
 
@@ -228,6 +228,7 @@ def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
 ) -> None:
     """It froze in the midst of a message: gloo's receives still waited, for the user's memory."""
     sender, receiver = join(hung_s=HUNG_S)
+    receiver._peers[0].arrivals._connections.clear()  # here the sender lives, and shows it
     peer = sender._peers[1]
     message = filled(3 * PIECE_BYTES, 1)
     place = torch.zeros_like(message)
