@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.errors import ModelError
-from shoal.pipeline.graph import Graph, attribute
+from shoal.pipeline.graph import Graph, Place, attribute, place_of
 from shoal.pipeline.layers import model_of
 from shoal.pipeline.unseen import Line, WatchingWrites, memory_of, users_line
 from shoal.settings import kind_of
@@ -189,7 +189,7 @@ def materialise(
 
     names: of the parameters and buffers that are wanted; the others stay where they are.
     """
-    faults: list[str] = []
+    faults = _tied_by_memory(model)
     tied = _tied(model)
     # Inner ones first: an outer one may have the last word on them, as MultiheadAttention has.
     for path, layer in reversed(list(model.named_modules())):
@@ -227,6 +227,21 @@ def materialise(
         for name in others:
             where, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(where), own_name, attribute(model, first))
+
+
+def _tied_by_memory(model: nn.Module) -> list[str]:
+    """Parameters that share memory and are two: they would be made apart."""
+    names: dict[Place, str] = {}
+    faults = []
+    for name, parameter in model.named_parameters():
+        first = names.setdefault(place_of(parameter), name)
+        if first != name and parameter.is_meta:
+            faults.append(
+                f"{name} and {first} share memory, but are two parameters, which would be made "
+                "one by one. Let both be one, as in self.head.weight = self.embedding.weight; or "
+                "give the model itself instead of what makes it."
+            )
+    return faults
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

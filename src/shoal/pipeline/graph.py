@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
@@ -22,6 +23,7 @@ from shoal.pipeline.trace import (
     line_of,
     trace,
 )
+from shoal.pipeline.unseen import memory_of
 from shoal.pipeline.views import VIEWS, memory_roots
 from shoal.settings import counted
 
@@ -229,52 +231,62 @@ def cuts_at(graph: Graph, names: Sequence[str], num_stages: int) -> list[int]:
 # -- what must stay together -----------------------------------------------------------------------
 
 
-def tensors_used(graph: Graph) -> list[set[int]]:
-    """Of each unit: the parameters and buffers that it uses, by id, but those only read."""
+Place = tuple[int, int]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """The same for tensors that begin in the same memory: `a.data = b.data` makes two of one."""
+    memory = memory_of(tensor)
+    return memory, 0 if memory == id(tensor) else int(tensor.storage_offset())
+
+
+def tensors_used(graph: Graph) -> list[set[Place]]:
+    """Of each unit: the parameters and buffers that it uses, but those only read."""
     only_read = _only_read(graph)
     return [used - only_read for used in tensors_held(graph)]
 
 
-def tensors_held(graph: Graph) -> list[set[int]]:
-    """Of each unit: the parameters and buffers that its stage must have, by id."""
+def tensors_held(graph: Graph) -> list[set[Place]]:
+    """Of each unit: the parameters and buffers that its stage must have."""
     found = []
     kept = {node.name: node for node in graph.training.nodes if node.op == "get_attr"}
     roots = memory_roots(graph.model, graph.training.nodes)
     for node in graph.nodes():
-        used: set[int] = set()
+        used: set[Place] = set()
         if node.op == "call_module":
             module = graph.model.get_submodule(str(node.target))
-            used |= {id(t) for t in [*module.parameters(), *module.buffers()]}
+            used |= {place_of(t) for t in [*module.parameters(), *module.buffers()]}
         sources = [source for source in node.all_input_nodes if source.op == "get_attr"]
-        if changes_in_place(node, graph.model) and roots[node.name] in kept:
-            sources.append(kept[roots[node.name]])
-        used |= {id(attribute(graph.model, str(source.target))) for source in sources}
+        if changes_in_place(node, graph.model):
+            sources += [kept[root] for root in roots[node.name] & kept.keys()]
+        used |= {place_of(attribute(graph.model, str(source.target))) for source in sources}
         found.append(used)
     output = next(node for node in graph.training.nodes if node.op == "output")
     for source in output.all_input_nodes:  # what the model returns is put together by its last unit
         if source.op == "get_attr" and found:
-            found[-1].add(id(attribute(graph.model, str(source.target))))
+            found[-1].add(place_of(attribute(graph.model, str(source.target))))
     return found
 
 
-def _only_read(graph: Graph) -> set[int]:
+def _only_read(graph: Graph) -> set[Place]:
     """Buffers of which steps take pieces or compute with them: each stage may have its own.
 
     Others may be changed by the step that is given them (F.batch_norm does so).
     """
-    found: set[int] = set()
-    changed: set[int] = set()
+    found: set[Place] = set()
+    changed: set[Place] = set()
     for nodes in (graph.training.nodes, graph.evaluating.nodes):
         roots = memory_roots(graph.model, nodes)
-        written = {roots[node.name] for node in nodes if changes_in_place(node, graph.model)}
+        writers = [node for node in nodes if changes_in_place(node, graph.model)]
+        written = {root for node in writers for root in roots[node.name]}
         for node in nodes:
             if node.op == "call_module":
-                changed |= set(map(id, graph.model.get_submodule(str(node.target)).buffers()))
+                changed |= set(map(place_of, graph.model.get_submodule(str(node.target)).buffers()))
             elif node.op == "get_attr":
                 tensor = attribute(graph.model, str(node.target))
                 is_read = node.name not in written and all(map(_reads, node.users))
                 is_buffer = not isinstance(tensor, nn.Parameter)
-                (found if is_read and is_buffer else changed).add(id(tensor))
+                (found if is_read and is_buffer else changed).add(place_of(tensor))
     return found - changed
 
 
@@ -284,15 +296,16 @@ def _reads(user: fx.Node) -> bool:
     return user.op == "call_method" and user.target in VIEWS
 
 
-def attribute(model: nn.Module, path: str) -> object:
+def attribute(model: nn.Module, path: str) -> torch.Tensor:
     """The parameter or buffer at `path`."""
     where, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(where), name)
+    found: torch.Tensor = getattr(model.get_submodule(where), name)
+    return found
 
 
 def shared(graph: Graph) -> list[tuple[int, int]]:
     """Pairs of units that use the same parameters or buffers, and so must be in one stage."""
-    last: dict[int, int] = {}
+    last: dict[Place, int] = {}
     pairs = []
     for number, used in enumerate(tensors_used(graph)):
         for each in used:
@@ -318,12 +331,12 @@ def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
         raise ModelError(faults)
 
 
-def _called(graph: Graph, tensors: set[int]) -> str:
+def _called(graph: Graph, tensors: set[Place]) -> str:
     """As a user knows them; buffers only where they are all that there is."""
     for kind, known in (
         ("parameters", graph.model.named_parameters()),
         ("buffers", graph.model.named_buffers()),
     ):
-        if names := [name for name, tensor in known if id(tensor) in tensors]:
+        if names := [name for name, tensor in known if place_of(tensor) in tensors]:
             return f"{kind} ({', '.join(names)})"
     return "tensors of the model"

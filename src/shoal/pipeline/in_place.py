@@ -39,19 +39,21 @@ def _changes(graph: Graph) -> Iterator[_Change]:
         if not (changes_in_place(node, graph.model) and node.all_input_nodes):
             continue
         here = number[node.name]
-        root = roots[node.name]
+        changed = roots[node.name]
+        own = changed & told.keys() or changed  # rather than a constant
+        first = min(own, key=lambda root: number.get(root, -1))
         for value, uses in users.items():
             made_before = number.get(value, -1) < here
             later = [use for use in uses if use > here]
-            if roots[value] != root or not made_before or not later:
+            if roots[value].isdisjoint(changed) or not made_before or not later:
                 continue
             what = told[value]
             yield _Change(
-                number.get(root, -1),
+                number.get(first, -1),
                 later[-1],
                 f"{names[here]} changes {what} in place, and {names[later[0]]} uses {what} "
                 f"later; with a cut between them it would not see the change. {_remedy(node)} "
-                f"Or cut elsewhere: not between {told[root]} and {names[later[-1]]}.",
+                f"Or cut elsewhere: not between {told.get(first, first)} and {names[later[-1]]}.",
             )
 
 

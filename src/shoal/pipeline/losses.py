@@ -6,6 +6,7 @@ over what they count: targets that they ignore (padding) do not count, and class
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,16 +28,17 @@ Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
 
 def loss_faults(loss: Any, reduction: str) -> list[str]:
     """What a loss that is a module says of itself, and would go wrong without a word."""
-    if not isinstance(loss, nn.Module):
+    if not isinstance(loss, nn.Module | functools.partial):
         return []
-    kind = type(loss).__name__
+    kind = getattr(_base(loss), "__name__", type(loss).__name__)
     found = []
-    if names := [name for name, p in loss.named_parameters() if p.requires_grad]:
+    own = loss.named_parameters() if isinstance(loss, nn.Module) else []
+    if names := [name for name, p in own if p.requires_grad]:
         found.append(
             f"loss={kind}: has parameters of its own ({', '.join(names[:5])}), which nobody would "
             "train. Put them into the model."
         )
-    given = getattr(loss, "reduction", None)
+    given = _option(loss, "reduction", None)
     if {*REDUCTIONS, "none"} >= {given, reduction} and given != reduction:
         found.append(
             f"loss={kind}(reduction={given!r}): must give one number, and as reduction= says, "
@@ -58,8 +60,20 @@ def part_weights(
     return [part.size / part.total for part in parts]
 
 
+def _base(loss: Any) -> Any:
+    """What functools.partial gives options to; else the loss itself."""
+    return loss.func if isinstance(loss, functools.partial) and not loss.args else loss
+
+
+def _option(loss: Any, name: str, default: Any) -> Any:
+    """As a module or functools.partial has it."""
+    if isinstance(loss, functools.partial):
+        return loss.keywords.get(name, default)
+    return getattr(loss, name, default)
+
+
 def _is_of_classes(loss: Any) -> bool:
-    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss in (
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or _base(loss) in (
         functional.cross_entropy,
         functional.nll_loss,
     )
@@ -71,8 +85,8 @@ def _are_classes(target: Any) -> bool:
 
 
 def _counted(loss: Any, target: torch.Tensor) -> float:
-    counted = target[target != getattr(loss, "ignore_index", IGNORED)]
-    weight = getattr(loss, "weight", None)
+    counted = target[target != _option(loss, "ignore_index", IGNORED)]
+    weight = _option(loss, "weight", None)
     return float(counted.numel() if weight is None else weight[counted].sum())
 
 

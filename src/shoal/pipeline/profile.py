@@ -20,6 +20,7 @@ from shoal.pipeline.graph import (
     Graph,
     attribute,
     paths_of,
+    place_of,
     shared,
     tensors_held,
 )
@@ -133,7 +134,7 @@ def _fastest(one: Unit, other: Unit) -> Unit:
 
 def _weight_bytes(graph: Graph) -> list[int]:
     """Of each unit: its parameters, but those that one before has too: they are in one stage."""
-    sizes = {id(p): p.nbytes for p in graph.model.parameters()}
+    sizes = {place_of(p): p.nbytes for p in graph.model.parameters()}
     return [sum(sizes.pop(each) for each in held & sizes.keys()) for held in tensors_held(graph)]
 
 
@@ -141,7 +142,7 @@ def _buffers(graph: Graph) -> list[Value]:
     """Which every stage that uses them has."""
     held = tensors_held(graph)
     users = [
-        (buffer, tuple(number for number, each in enumerate(held) if id(buffer) in each))
+        (buffer, tuple(number for number, each in enumerate(held) if place_of(buffer) in each))
         for buffer in graph.model.buffers()
     ]
     return [

@@ -67,7 +67,8 @@ def _changed_in_place(graph: Graph, whole: fx.Graph, mine: set[str]) -> set[str]
     """Values from elsewhere that a step of this stage would change, directly or through a view."""
     nodes = [node for node in whole.nodes if node.name in mine]
     roots = memory_roots(graph.model, nodes)
-    return {roots[node.name] for node in nodes if changes_in_place(node, graph.model)} - mine
+    writers = [node for node in nodes if changes_in_place(node, graph.model)]
+    return {root for node in writers for root in roots[node.name]} - mine
 
 
 def values_made(graph: Graph, routes: Routes, stage: int) -> list[str]:

@@ -110,6 +110,8 @@ class Stage:
         self._late = Late([training, evaluating], is_first=number == 0)
         ports = routes.ports[number]
         self._takes = list(inputs) if number == 0 else [port.value for port in ports]
+        later = {port.value for each in routes.ports[number + 1 :] for port in each}
+        self._passed_by = [port.value for port in ports if port.value in later]
         self._kept: dict[Key, _Kept] = {}
         self._left: deque[tuple[Key, list[Place]]] = deque()
         """Of micro-batches that went backward: layers whose weight gradients are still to come."""
@@ -166,15 +168,36 @@ class Stage:
                     values[name], kept.came[name] = arrivals_of(*content)
         module = self.module if self.module.training else self._evaluating[0]
         takes = [values[name] for name in self._takes]
+        before = self._versions(values)
         if not torch.is_grad_enabled():
-            return dict(zip(self._makes, module(*takes), strict=True))
+            made = dict(zip(self._makes, module(*takes), strict=True))
+            self._check_unchanged(before, values)
+            return made
         with self._late.noting() as kept.places:
             made = dict(zip(self._makes, module(*takes), strict=True))
+        self._check_unchanged(before, values)
         for value, tree in made.items():
             if value != OUTPUT:
                 kept.made[value] = needing(tree)
         self._kept[key] = kept
         return made
+
+    def _versions(self, values: dict[str, Tree]) -> dict[str, list[int]]:
+        """How often what came here, and later stages get too, has been changed in place."""
+        return {
+            name: [t._version for t in tensors_of(values[name]).values() if not t.is_inference()]
+            for name in self._passed_by
+        }
+
+    def _check_unchanged(self, before: dict[str, list[int]], values: dict[str, Tree]) -> None:
+        """Steps that do so were refused; but a module that is kept whole may do so unseen."""
+        if changed := [name for name, now in self._versions(values).items() if now != before[name]]:
+            raise ModelError(
+                f"stage {self.number} changes {changed[0]} in place, inside a module that is kept "
+                "whole, and a later stage uses it, too, and would not see the change. Make a new "
+                "tensor there, with torch.where for example; or cut elsewhere: not between where "
+                "it is made and its last use."
+            )
 
     def parcel(self, made: dict[str, Tree], target: int) -> Tree:
         """What a later stage gets of the values made: each, and which tensors need a gradient.

@@ -110,6 +110,8 @@ class _Tracer(fx.Tracer):
         if kind.startswith("call_"):
             self._check_around()
         node = super().create_node(kind, *args, **kwargs)
+        if node.kwargs.get("out") is not None:
+            self._refuse("has a step write into another tensor (out=)")
         frames = traceback.walk_stack(sys._getframe(1))
         node.meta[_LINE] = users_line(frames, until=_Tracer.read.__code__)
         node.meta[_INSIDE] = self._open[-1] if self._open else ""
@@ -183,6 +185,10 @@ class _Tracer(fx.Tracer):
         self._first = self._first or error
         raise self._first
 
+
+_IS_FIXED = "has been specialized to have value"
+"""In what torch.fx says of inputs that were fixed."""
+_NO_USERS = ("torch", "_operator", "builtins", "math")
 
 _LINE, _INSIDE = "shoal_line", "shoal_inside"
 """Of a step: where in the user's file it is taken, and in which module's forward()."""
@@ -348,10 +354,9 @@ def _without_guards(graph: fx.Graph, model: nn.Module, fixed: dict[str, Any]) ->
     """Without what fx adds to check that inputs which were fixed are not given after all."""
     stale = re.compile("|".join([*(rf"{re.escape(name)}_\d+" for name in fixed), r"\*.*"]))
     for node in reversed(list(graph.nodes)):
-        guards = node.op == "call_function" and node.target in (
-            torch._assert,
-            torch.fx._symbolic_trace._assert_is_none,
-            operator.eq,
+        guards = node.op == "call_function" and (
+            node.target in (torch.fx._symbolic_trace._assert_is_none, operator.eq)
+            or (node.target is torch._assert and _IS_FIXED in str(node.args[1:]))
         )
         is_stale = node.op == "placeholder" and stale.fullmatch(str(node.target))
         if (guards or is_stale) and not node.users:
@@ -359,10 +364,16 @@ def _without_guards(graph: fx.Graph, model: nn.Module, fixed: dict[str, Any]) ->
 
     def must_stay(node: fx.Node) -> bool:
         kept = node.op in ("placeholder", "output", "call_module") or bool(node.is_impure())
-        return kept or changes_in_place(node, model)
+        return kept or changes_in_place(node, model) or _is_of_the_users(node)
 
     graph.eliminate_dead_code(is_impure_node=must_stay)
     return graph
+
+
+def _is_of_the_users(node: fx.Node) -> bool:
+    """A function that torch.fx.wrap keeps from being read: it may do more than give something."""
+    module = str(getattr(node.target, "__module__", None) or "torch")
+    return node.op == "call_function" and module.split(".")[0] not in _NO_USERS
 
 
 def is_unit(node: fx.Node) -> bool:

@@ -7,10 +7,14 @@ of that is looked for while a model is read (trace.py).
 
 from __future__ import annotations
 
+import abc
+import dis
+import itertools
 import linecache
 import operator
 import random
 import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,8 +202,64 @@ OPERATORS_IN_PLACE = (
 
 
 class StepProxy(fx.Proxy):
-    """A value while a model is read. torch.fx itself takes `a += b` for `a = a + b`, which is
-    another thing where the same tensor is used by another name."""
+    """A value while a model is read, of which nobody knows what kind of thing it will be.
+
+    torch.fx itself would say that it is no tensor, and no tuple, and take it for different from
+    all that is in a set: the wrong branch would be read, and trained. It also takes `a += b` for
+    `a = a + b`, which is another thing where the same tensor is used by another name.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[fx.Proxy]:  # type: ignore[override]
+        """What isinstance() asks for."""
+        if _asks_for_a_kind(sys._getframe(1)):
+            self.tracer._refuse("asks what kind of thing a value is (isinstance)")  # type: ignore[attr-defined]
+        return type(self)
+
+    def __hash__(self) -> int:
+        if _is_users(frame := sys._getframe(1)) and _instruction(frame) == "CONTAINS_OP":
+            self.tracer._refuse("looks for a value in a set or a dict")  # type: ignore[attr-defined]
+        return id(self)
+
+
+_ON_BEHALF = {torch.is_tensor.__code__, torch.is_storage.__code__}
+_IN_BETWEEN = ("<frozen abc>", abc.__file__, typing.__file__)
+"""isinstance(x, Sequence) comes by there."""
+
+
+def _asks_for_a_kind(frame: FrameType | None) -> bool:
+    """Whether the user's code, or that of a library, does; torch and we ask for our own ends."""
+    while frame is not None and frame.f_code.co_filename.startswith(_IN_BETWEEN):
+        frame = frame.f_back
+    if frame is None or frame.f_code in _ON_BEHALF:
+        return frame is not None
+    if not _is_users(frame):
+        return False
+    instruction = _instruction(frame)
+    if instruction.startswith(("CALL", "PRECALL")):
+        # Functions of torch that are written in C ask too, of all that they are given.
+        return "isinstance" in _called_by(frame)
+    return instruction in ("LOAD_ATTR", "MATCH_CLASS")
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+
+
+def _instruction(frame: FrameType) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+def _called_by(frame: FrameType) -> str:
+    """What the expression that a frame is at begins with; all names of its code if that is lost."""
+    code = frame.f_code
+    line, _, begin, _ = next(
+        itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4
+    )
+    text = linecache.getline(code.co_filename, line) if line else ""
+    if not text or begin is None:
+        return " ".join(code.co_names)
+    return text.encode()[begin:].decode(errors="replace").partition("(")[0]
 
 
 def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:

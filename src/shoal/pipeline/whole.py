@@ -7,12 +7,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shoal.crew import Crew
 from shoal.errors import ModelError
 from shoal.wire.link import Link
 
 State = dict[str, torch.Tensor]
+
+
+def total_norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Of all parameters' gradients, put together as torch does: dtype by dtype."""
+    groups = _group_tensors_by_device_and_dtype([list(norms)])
+    row = [norm for (group,), _ in groups.values() for norm in group if norm is not None]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(row))
+    return total
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Whole:
         order = [name for name in self.shapes if name in norms]
         if not order:  # as in one process, where nothing is trained
             return torch.zeros((), device=self.crew.device)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in order]))
+        total = total_norm([norms[name] for name in order])
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for _, values in named:
             values.mul_(scale)

@@ -145,3 +145,67 @@ def test_all_faults_in_place_at_once() -> None:
         ["relu_", "changes", "a"],
         ["tanh_", "changes", "b"],
     ]
+
+
+VIEWING = {
+    "swapdims": lambda v: v.swapdims(0, 1),
+    "moveaxis": lambda v: torch.moveaxis(v, 0, 1),
+    "adjoint": lambda v: v.adjoint(),
+    "unfold": lambda v: v.unfold(0, 2, 2),
+    "broadcast_to": lambda v: v.broadcast_to(v.shape),
+    "hsplit": lambda v: v.hsplit(2)[0],
+    "unsafe_chunk": lambda v: v.unsafe_chunk(2)[0],
+    "type_as": lambda v: v.type_as(v),
+    "cpu": lambda v: v.cpu(),
+    "real": lambda v: torch.real(v),
+    "atleast_3d": lambda v: torch.atleast_3d(v),
+    "alias": lambda v: torch.ops.aten.alias(v),
+    "broadcast_tensors": lambda v: torch.broadcast_tensors(torch.ones(1), v)[1],
+    "AlphaDropout": nn.AlphaDropout(0.0),
+}
+
+
+@pytest.mark.parametrize("view", VIEWING.values(), ids=VIEWING)
+def test_a_change_through_any_view_is_one_of_what_it_shows(view: Any) -> None:
+    """Whatever is not known to make new memory may give back what it was given."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.view = square(), square(), view
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            v = self.view(h)
+            w = self.b(x)
+            v.mul_(2)
+            return h + w
+
+    graph = read(Net())
+    with pytest.raises(ModelError, match="mul_ changes a in place, and add uses a later"):
+        check_in_place(graph, [graph.units.index("b")])
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda v: v + 1,
+        torch.sigmoid,
+        lambda v: v @ v,
+        lambda v: torch.cat([v, v]),
+        lambda v: v.sum(0),
+    ],
+)
+def test_what_makes_new_memory_may_be_changed(step: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = square(), square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            step(h).mul_(2)
+            return self.b(h)
+
+    graph = read(Net())
+    check_in_place(graph, list(range(1, len(graph.units))))

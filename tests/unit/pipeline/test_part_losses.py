@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ def rows(*shape: int) -> torch.Tensor:
         (nn.CrossEntropyLoss(weight=WEIGHT), PADDED, "mean"),
         (nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.0), PADDED.clamp(min=0), "mean"),
         (nn.NLLLoss(weight=WEIGHT), PADDED, "mean"),
+        (partial(F.cross_entropy, ignore_index=3), PADDED.clamp(min=0), "mean"),
+        (partial(F.cross_entropy, weight=WEIGHT), PADDED, "mean"),
         (nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), PADDED, "sum"),
         (F.cross_entropy, torch.eye(4, dtype=torch.float64).repeat(2, 1), "mean"),
         (nn.MSELoss(), torch.ones(8, 4, dtype=torch.float64), "mean"),

@@ -848,6 +848,39 @@ def test_an_identity_that_does_something_is_a_step() -> None:
         check_two_names(twice, names, alike)
 
 
+class Flips(nn.Module):
+    """Cannot be read, and changes what it is given."""
+
+    def forward(self, mask: Tensor) -> Tensor:
+        if mask.sum() > -1:
+            mask.logical_not_()
+        return mask.float()
+
+
+def test_a_whole_module_that_changes_what_later_stages_get_too_is_refused() -> None:
+    """They got it straight from the stage that made it, unchanged: another model was trained."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.flips = square(), square(), Flips()
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x > 0
+            h = self.a(x) * self.flips(mask)
+            return self.b(h).masked_fill(mask, 0.0)
+
+    model = Net()
+    x = {"x": x_of(5, WIDTH)}
+    check_same(model, at(model, "b"), x)  # where it is changed, all is in one stage
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients), pytest.raises(ModelError) as caught:
+            Row(model, at(model, "a", "b")).forward(x, 0)
+        assert "stage 1 changes gt in place, inside a module that is kept whole" in str(
+            caught.value
+        )
+
+
 def test_a_tuple_whose_elements_are_used_often() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,46 @@ class Catches(Layers):
         return x
 
 
+class AsksForATensor(Layers):
+    """torch.fx would say no, and the mask would never be used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if isinstance(h, torch.Tensor):  # here
+            h = h.masked_fill(x > 0, 0.0)
+        return self.b(h)
+
+
+class AsksTorch(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) if torch.is_tensor(x) else self.a(x)  # here
+
+
+class AsksForASequence(Layers):
+    def forward(self, x: Any) -> Tensor:
+        return self.a(x[0] if isinstance(x, Sequence) else x)  # here
+
+
+class Matches(Layers):
+    def forward(self, x: Any) -> Tensor:
+        match x:
+            case Tensor():  # here
+                return self.a(x)
+        return self.b(x)
+
+
+class LooksUp(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.shape[0] in {1, 2, 3} else self.b(x)  # here
+
+
+class WritesElsewhere(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        torch.logical_and(mask, x < 1, out=mask)  # here
+        return self.a(x) * mask
+
+
 ALL: list[tuple[type[Layers], str]] = [
     (NoGrad, "takes a step inside torch.no_grad"),
     (Decorated, "takes a step inside torch.no_grad"),
@@ -179,6 +219,12 @@ ALL: list[tuple[type[Layers], str]] = [
     (Penalty, "computes with parameters that it does not take by name"),
     (Sums, "changes in place a tensor that it made"),
     (AsksGradients, "does not do the same when it is called again"),
+    (AsksForATensor, "asks what kind of thing a value is"),
+    (AsksTorch, "asks what kind of thing a value is"),
+    (AsksForASequence, "asks what kind of thing a value is"),
+    (Matches, "asks what kind of thing a value is"),
+    (LooksUp, "looks for a value in a set"),
+    (WritesElsewhere, "write into another tensor (out=)"),
 ]
 IDS = [kind.__name__ for kind, _ in ALL]
 
@@ -435,3 +481,41 @@ def test_a_module_with_other_steps_in_eval_is_kept_whole() -> None:
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Inner(), Late(), nn.ReLU())
     assert read(model).units == ["_0", "_1", "_2", "_3"]
+
+
+def test_functions_of_torch_may_ask_of_what_kind_a_value_is() -> None:
+    """Those that are written in C do, of all that they are given."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.size(0)
+            for _ in range(20):  # also when Python has got used to it
+                x = x + torch.zeros((n, WIDTH), dtype=x.dtype)
+            return torch.cat([self.a(x), torch.arange(n)[:, None].expand(n, WIDTH)])
+
+    model = Net()
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(fx.GraphModule(model, trace(model))(x), model(x))
+
+
+def note(buffer: Tensor, value: Tensor) -> None:
+    buffer.add_(value.detach().mean(0))
+
+
+fx.wrap("note")
+
+
+def test_what_a_wrapped_function_does_is_done_though_nobody_uses_what_it_gives() -> None:
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            note(self.run, h)
+            torch._assert(h.size(0) > 1, "too few")
+            return self.b(h)
+
+    model = Net()
+    read_model = fx.GraphModule(model, trace(model))
+    read_model(torch.ones(2, WIDTH))
+    assert not torch.equal(model.run, torch.ones(WIDTH))
+    with pytest.raises(AssertionError, match="too few"):
+        read_model(torch.ones(1, WIDTH))
