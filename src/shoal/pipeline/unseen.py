@@ -221,6 +221,15 @@ class StepProxy(fx.Proxy):
             self.tracer._refuse("looks for a value in a set or a dict")  # type: ignore[attr-defined]
         return id(self)
 
+    def __getattr__(self, name: str) -> StepAttribute:
+        if _is_users(frame := sys._getframe(1)) and _calls(frame, "hasattr"):
+            self.tracer._refuse("asks what kind of thing a value is (hasattr)")  # type: ignore[attr-defined]
+        return StepAttribute(self, name)
+
+
+class StepAttribute(StepProxy, fx.proxy.Attribute):
+    """An attribute of a value, as x.shape; or a method, which is called next."""
+
 
 _ON_BEHALF = {torch.is_tensor.__code__, torch.is_storage.__code__}
 _IN_BETWEEN = ("<frozen abc>", abc.__file__, typing.__file__)
@@ -235,11 +244,8 @@ def _asks_for_a_kind(frame: FrameType | None) -> bool:
         return frame is not None
     if not _is_users(frame):
         return False
-    instruction = _instruction(frame)
-    if instruction.startswith(("CALL", "PRECALL")):
-        # Functions of torch that are written in C ask too, of all that they are given.
-        return "isinstance" in _called_by(frame)
-    return instruction in ("LOAD_ATTR", "MATCH_CLASS")
+    # Functions of torch that are written in C ask too, of all that they are given.
+    return _instruction(frame) in ("LOAD_ATTR", "MATCH_CLASS") or _calls(frame, "isinstance")
 
 
 def _is_users(frame: FrameType) -> bool:
@@ -250,16 +256,18 @@ def _instruction(frame: FrameType) -> str:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
-def _called_by(frame: FrameType) -> str:
-    """What the expression that a frame is at begins with; all names of its code if that is lost."""
+def _calls(frame: FrameType, name: str) -> bool:
+    """Whether it is at a call of that function; where its text is lost: whether it has any."""
+    if not _instruction(frame).startswith(("CALL", "PRECALL")):
+        return False
     code = frame.f_code
     line, _, begin, _ = next(
         itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4
     )
     text = linecache.getline(code.co_filename, line) if line else ""
     if not text or begin is None:
-        return " ".join(code.co_names)
-    return text.encode()[begin:].decode(errors="replace").partition("(")[0]
+        return name in code.co_names
+    return name in text.encode()[begin:].decode(errors="replace").partition("(")[0]
 
 
 def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:

@@ -195,6 +195,21 @@ class LooksUp(Layers):
         return self.a(x) if x.shape[0] in {1, 2, 3} else self.b(x)  # here
 
 
+class LooksUpAShape(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.shape in {(3, WIDTH)} else self.b(x)  # here
+
+
+class AsksForAShape(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if isinstance(x.shape, tuple) else self.b(x)  # here
+
+
+class AsksForAnAttribute(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if hasattr(x, "mask") else self.b(x)  # here
+
+
 class WritesElsewhere(Layers):
     def forward(self, x: Tensor) -> Tensor:
         mask = x > 0
@@ -224,6 +239,9 @@ ALL: list[tuple[type[Layers], str]] = [
     (AsksForASequence, "asks what kind of thing a value is"),
     (Matches, "asks what kind of thing a value is"),
     (LooksUp, "looks for a value in a set"),
+    (LooksUpAShape, "looks for a value in a set"),
+    (AsksForAShape, "asks what kind of thing a value is"),
+    (AsksForAnAttribute, "asks what kind of thing a value is"),
     (WritesElsewhere, "write into another tensor (out=)"),
 ]
 IDS = [kind.__name__ for kind, _ in ALL]
