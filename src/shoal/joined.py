@@ -7,6 +7,7 @@ import builtins
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -115,6 +116,8 @@ class JoinedCrew(Crew):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._links: list[Link] = []
+        self._of_pipelines: dict[Link, Callable[[], JoinedPipeline | None]] = {}
+        """Links that were made for one each, with who uses it."""
 
     def replicate(
         self,
@@ -193,7 +196,7 @@ class JoinedCrew(Crew):
                 limit_bytes=limit_bytes,
             ),
         )
-        self._resources.callback(link.close)
+        self._resources.callback(_close, weakref.ref(link))
         self._links.append(link)
         return link
 
@@ -259,17 +262,29 @@ class JoinedCrew(Crew):
             raise SettingsError(faults)
         if note := whole_batch_note("microbatches=", schedule, microbatches):
             warnings.warn(note, stacklevel=2)
+        self._close_unused()
         averages = stage_averages(self, plan.stages, sync)
         if averages is not None:  # not the pipeline: who lets go of it gets its memory back
             self._resources.callback(averages.close)
-        return JoinedPipeline(
-            model,
-            self,
-            link or self.link(transport),
-            plan,
-            example=example,
-            averages=averages,
-        )
+        if link is not None:
+            return JoinedPipeline(model, self, link, plan, example=example, averages=averages)
+        own = self.link(transport)
+        self._of_pipelines[own] = lambda: None  # nobody's, if what follows fails
+        pipe = JoinedPipeline(model, self, own, plan, example=example, averages=averages)
+        pipe.own_link = own
+        self._of_pipelines[own] = weakref.ref(pipe)
+        return pipe
+
+    def _close_unused(self) -> None:
+        """Links that were made for pipelines which nobody holds any more.
+
+        Here, and not when they are let go of: saying goodbye takes a moment, and must not come in
+        the midst of something else.
+        """
+        for link in [link for link, pipe in self._of_pipelines.items() if pipe() is None]:
+            link.close()
+            self._links.remove(link)
+            del self._of_pipelines[link]
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave together; or, after an error, alone and at once, telling the others why.
@@ -316,8 +331,22 @@ class JoinedCrew(Crew):
             builtins.print(*values, flush=True)
 
 
+def _close(link: weakref.ref[Link]) -> None:
+    if there := link():
+        there.close()
+
+
 class JoinedPipeline(Pipeline):
     """A pipeline as a script sees it."""
+
+    own_link: Link | None = None
+    """Made for it alone."""
+
+    def close(self) -> None:
+        """It cannot be used again; what it holds of the network is given back."""
+        super().close()
+        if self.own_link is not None:
+            self.own_link.close()
 
     def loader(
         self,

@@ -75,12 +75,15 @@ class Late:
         Hooks are there only meanwhile: the layers are the user's, who may copy or save them.
         """
         places: list[Place] = []
+        # What hooks of the user's keep (save_on_cpu does) is not let go of by halves.
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
         def note(layer: nn.Module, args: object, output: object) -> None:
             if isinstance(output, torch.Tensor) and output.requires_grad and _trainable(layer):
                 places.append(Place(layer, output))
 
-        handles = [layer.register_forward_hook(note) for layer in self._layers]
+        layers = [] if is_hooked else self._layers
+        handles = [layer.register_forward_hook(note) for layer in layers]
         try:
             yield places
         finally:
