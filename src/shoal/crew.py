@@ -10,7 +10,6 @@ import importlib
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -22,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from shoal import network
+from shoal.board import Board, HasLeft, Left
 from shoal.errors import MeetingError, PeerLost, ShoalError, lost_peer, reason_of
 from shoal.interrupts import prompt_interrupts
 from shoal.layout import Share
 from shoal.rendezvous.roll import Fingerprint, Hello, call_roll, make_hello
 from shoal.rendezvous.store import (
-    POLL_S,
     Notify,
     close_store,
     keep_store,
@@ -39,8 +38,6 @@ from shoal.rendezvous.ways import Way
 
 ROLL_CALL_S = 2.0
 """After a failure: how long the others have to say that they are still here."""
-EXCHANGE_TURN_S = 0.5
-"""How often a rank that waits for what others bring looks for one that has left."""
 FAREWELL_S = 0.5
 """How long a leader that fails stays, so that the others can read why."""
 _NEVER_TAG = 2**30
@@ -73,9 +70,8 @@ class Crew:
         """The part of the current global batch that this rank holds; its loader sets it."""
         self.gpu_collectives = way.size > 1 and _own_gpu_each(roster)
         """Whether collectives take tensors of GPUs; otherwise those are staged through the host."""
-        self._store = store
+        self._board = Board(store, way.rank, way.size) if store is not None else None
         self._resources = resources
-        self._exchanged = 0
         self._open = True
 
     @classmethod
@@ -150,15 +146,12 @@ class Crew:
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value` (what JSON can hold), by rank. Every rank must call this."""
         mine = msgspec.json.encode([what, value])
-        if self._store is None:
+        if self._board is None:
             return [msgspec.json.decode(mine)[1]]
         with self.naming_the_lost(f"the exchange of {what}"):
-            self._exchanged += 1
-            prefix = f"exchange/{self._exchanged}"
-            self._store.set(f"{prefix}/{self.rank}", mine.decode())
-            keys = [f"{prefix}/{rank}" for rank in range(self.size)]
-            self._wait_for(keys, what)
-            told = [msgspec.json.decode(each) for each in self._store.multi_get(keys)]
+            told = list(
+                map(msgspec.json.decode, self._board.exchange(mine.decode(), self.timeout_s))
+            )
         for rank, (doing, _) in enumerate(told):
             if doing != what:
                 raise ShoalError(
@@ -168,35 +161,10 @@ class Crew:
                 )
         return [value for _, value in told]
 
-    def _wait_for(self, keys: list[str], what: str) -> None:
-        """Until the others have set their keys; not for one who has left with an error."""
-        assert self._store is not None
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._store.wait(keys, timedelta(seconds=max(min(left, EXCHANGE_TURN_S), 0.001)))
-                return
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # its turn is over; a file's store has no name for that
-                for rank in range(self.size):
-                    if self._store.check([f"left/{rank}"]):
-                        raise self._lost_with_reason(rank, f"the exchange of {what}") from None
-                if left <= 0:
-                    raise
-
-    def _lost_with_reason(self, rank: int, doing: str) -> PeerLost:
-        assert self._store is not None
-        why = self._store.get(f"left/{rank}").decode()
-        me = self.roster[self.rank].who
-        return PeerLost(f"{me} lost {self.roster[rank].who} during {doing}: it ended with {why}")
-
     def store_for(self, what: str) -> dist.Store:
         """A part of the store for one purpose. Every rank must ask for the same, in one order."""
-        assert self._store is not None, "a crew of one meets nobody"
-        self._exchanged += 1
-        return dist.PrefixStore(f"{what}/{self._exchanged}", self._store)
+        assert self._board is not None, "a crew of one meets nobody"
+        return self._board.part_for(what)
 
     def agree(self, what: str, value: Any) -> None:
         """Raise on every rank, by name, unless all bring a `value` equal to rank 0's."""
@@ -219,6 +187,8 @@ class Crew:
             yield
         except ShoalError:
             raise
+        except HasLeft as error:
+            raise self._lost_with_reason(error.left, doing) from None
         except RuntimeError as error:
             # A plain error of this rank's own (a wrong shape, say) is not a lost peer.
             if not _is_lost_connection(error):
@@ -229,19 +199,13 @@ class Crew:
         """Call the roll once more: who does not answer is lost."""
         me = self.roster[self.rank].who
         reason = _plain_reason(error)
-        assert self._store is not None
+        assert self._board is not None
         try:
-            self._store.set(f"alive/{self.rank}", "1")
-            deadline = time.monotonic() + ROLL_CALL_S
-            silent = [r for r in range(self.size) if r != self.rank]
-            while silent and time.monotonic() < deadline:
-                silent = [r for r in silent if not self._store.check([f"alive/{r}"])]
-                gone = [r for r in range(self.size) if self._store.check([f"left/{r}"])]
-                if gone:
-                    return self._lost_with_reason(gone[0], doing)
-                time.sleep(POLL_S)
+            silent, left = self._board.call_the_roll(ROLL_CALL_S)
         except dist.DistError:
-            silent = [0]  # the store lives in the leader's process
+            silent, left = [0], None  # the store lives in the leader's process
+        if left is not None:
+            return self._lost_with_reason(left, doing)
         if not silent:
             return PeerLost(
                 f"{me} lost a connection during {doing}, though every rank is alive: {reason}. "
@@ -255,6 +219,10 @@ class Crew:
         if "timed out" in reason.lower():
             text += f" Or it is busy elsewhere and never came to {doing}: {MUST_MATCH}"
         return PeerLost(text)
+
+    def _lost_with_reason(self, left: Left, doing: str) -> PeerLost:
+        me, other = self.roster[self.rank].who, self.roster[left.rank].who
+        return PeerLost(f"{me} lost {other} during {doing}: it ended with {left.why}")
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -280,20 +248,16 @@ class Crew:
         return None
 
     def _say_goodbye(self, error: BaseException) -> None:
-        if self._store is None:
+        if self._board is None:
             return
         try:
-            self._store.set(f"left/{self.rank}", reason_of(error)[:2000])
+            self._board.leave(reason_of(error)[:2000])
         except dist.DistError:
             return  # the leader is gone already; there is nobody to tell
-        if self.rank != 0:
-            return
-        # The others notice when our connections close, then look into the store that we hold.
-        _leave_broken_group()
-        deadline = time.monotonic() + FAREWELL_S
-        others = [f"alive/{rank}" for rank in range(1, self.size)]
-        while time.monotonic() < deadline and not self._store.check(others):
-            time.sleep(POLL_S)
+        if self.rank == 0:
+            # The others notice when our connections close, then look into the store that we hold.
+            _leave_broken_group()
+            self._board.wait_until_read(FAREWELL_S)
 
     def __enter__(self) -> Self:
         return self

@@ -892,6 +892,53 @@ def case_a_pipeline_that_nobody_holds_is_freed(crew: shoal.JoinedCrew) -> None:
     assert not any(ref() is not None for ref in held)
 
 
+def case_links_of_pipelines_that_nobody_holds_are_closed(crew: shoal.JoinedCrew) -> None:
+    """They stayed open until the crew ended: descriptors and threads, at last too many."""
+
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def step_once(transport: str) -> None:
+        pipe = crew.pipeline(
+            fan_out(),
+            cuts=FAN_OUT_CUTS[crew.size],
+            transport=transport,
+            loss=F.cross_entropy,
+            optimizer=torch.optim.SGD,
+            lr=0.1,
+        )
+        (x, y), *_ = batches_of_rows([8])
+        pipe.step(x, y)
+        del pipe
+        gc.collect()
+
+    for transport in ("zmq", "dist"):
+        step_once(transport)
+        before = num_open()
+        for _ in range(2):
+            step_once(transport)
+        assert num_open() <= before, transport
+        crew.barrier()
+
+
+def case_hooks_for_saved_tensors_let_go_of_them(crew: shoal.JoinedCrew) -> None:
+    """What was kept for weight gradients that come last was never let go of under such hooks."""
+    together = Together(crew, fan_out(), FAN_OUT_CUTS, microbatches=2)
+    held: list[weakref.ref[Any]] = []
+
+    class Packed:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor.detach()
+            held.append(weakref.ref(self))
+
+    with torch.autograd.graph.saved_tensors_hooks(Packed, lambda packed: packed.tensor):
+        for x, y in batches_of_rows([8] * 2):
+            together.step(x, y)
+    gc.collect()
+    assert held
+    assert not any(ref() is not None for ref in held)
+
+
 def check_parts(crew: shoal.JoinedCrew, pipe: JoinedPipeline, names: set[str]) -> None:
     """Every parameter in one stage."""
     parts = crew.exchange("names", [name for name, _ in pipe.module.named_parameters()])

@@ -111,7 +111,7 @@ def strangers(things: tuple[str, ...], allowed: tuple[str, ...]) -> list[str]:
 DOORS = {
     "torch.distributed": (
         ("torch.distributed", "torch.nn.parallel"),
-        ("rendezvous/", "crew.py", "replicate/", "wire/"),
+        ("rendezvous/", "board.py", "crew.py", "replicate/", "wire/"),
     ),
     "zmq": (
         ("zmq",),

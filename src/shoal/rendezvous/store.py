@@ -6,7 +6,6 @@ import atexit
 import errno
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from shoal import network
 from shoal.errors import MeetingError
+from shoal.rendezvous.bounded import bounded
 from shoal.rendezvous.ways import TORCH_INTERFACE_VARIABLES, Way
 
 Notify = Callable[[str], None]
@@ -234,28 +234,7 @@ def _why_unreachable(error: OSError) -> str:
 
 
 def _bounded(call: Callable[[], T], limit_s: float, message: str) -> T:
-    """Run a call that may never return on a thread that nobody has to wait for.
-
-    A call with a timeout of its own needs a much shorter one: a thread that comes back from C++
-    while Python is shutting down aborts the process.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="shoal-connect")
-    thread.start()
-    thread.join(limit_s)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise MeetingError(message)
-    return results[0]
+    return bounded(call, limit_s, MeetingError(message))
 
 
 # -- shared file -----------------------------------------------------------------------------------
