@@ -17,6 +17,7 @@ from rich.text import Text
 from shoal.closing import Closing
 from shoal.report import events
 from shoal.report.records import EpochRecord, Summary
+from shoal.report.stage_table import stage_lines
 from shoal.report.waiting import waiting_line
 
 HEADER = "  epoch   train loss   train acc   test acc   seconds   samples/s"
@@ -131,7 +132,8 @@ class Terminal(Closing):
             self._print_json(summary)
             return
         self._console.print()
-        result, *rest = summary_lines(summary)
+        width = self._console.width if self._console.is_terminal else None
+        result, *rest = summary_lines(summary, width)
         self._console.print(Text(result, style="bold"))
         for line in rest:
             self._console.print(line)
@@ -213,7 +215,8 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
     )
 
 
-def summary_lines(summary: Summary) -> list[str]:
+def summary_lines(summary: Summary, width: int | None = None) -> list[str]:
+    """width: what the terminal has; None: whatever it takes."""
     last = summary.epochs[-1]
     seconds = sum(e.seconds for e in summary.epochs)
     result = (
@@ -228,7 +231,7 @@ def summary_lines(summary: Summary) -> list[str]:
     ]
     if summary.layout.replicas > 1:
         lines.append(f"{decimal(last.bytes_sent)} of gradients sent per epoch, all ranks together")
-    lines += stage_lines(summary)
+    lines += stage_lines(summary.stages, width)
     if last.train_loss is None:
         lines.append("the loss is not a finite number any more: try a smaller --lr")
     if summary.folder is not None:
@@ -257,30 +260,3 @@ def _layout(event: events.Started | events.Verified, replicas: int) -> str:
         return "1 process" if replicas == 1 else f"{replicas} replicas, {way}"
     stages = f"{event.stages} stages{over}, {event.schedule}{parts}"
     return stages if replicas == 1 else f"{replicas} replicas (sync {event.sync}) of {stages}"
-
-
-def stage_lines(summary: Summary) -> list[str]:
-    """The cut: what is where, and how even it is."""
-    if not summary.stages:
-        return []
-    rows = [["stage", "host", "modules", "parameters", "time", "waiting"]]
-    for each in summary.stages:
-        rows.append(
-            [
-                str(each.stage),
-                ", ".join(sorted(set(each.hosts))),
-                ", ".join(each.modules),
-                f"{each.parameters:,}",
-                f"{each.share:.0%}",
-                f"{each.idle:.0%}",
-            ]
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "   ".join(
-            cell.rjust(width) if column in (0, 3, 4, 5) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.errors import SettingsError
+from shoal.pipeline.build import as_module
 from shoal.settings import TrainSettings, cache_dir
 from shoal.train.data.load import Data, load
 from shoal.train.factory import find_factory, is_factory
@@ -24,9 +25,14 @@ def build_model(settings: TrainSettings) -> nn.Module:
         model: Any = getattr(zoo, MODELS[settings.model].factory)()
     else:
         model = find_factory(settings.model)()
+    if isinstance(model, list | tuple):
+        return as_module(model)
     if not isinstance(model, nn.Module):
         raise SettingsError(
-            [f"--model {settings.model}: expected an nn.Module, it returned {type(model)}."]
+            [
+                f"--model {settings.model}: expected an nn.Module or a list of layers, it returned "
+                f"{type(model)}."
+            ]
         )
     return model
 
