@@ -37,7 +37,9 @@ def stage_lines(stages: Sequence[StageRecord], width: int | None = None) -> list
 
 def _lines(row: list[str], widths: list[int]) -> list[str]:
     """Of one row: more than one where its modules do not fit into their column."""
-    first, *more = textwrap.wrap(row[2], widths[2], break_on_hyphens=False) or [""]
+    first, *more = textwrap.wrap(
+        row[2], widths[2], break_on_hyphens=False, break_long_words=False
+    ) or [""]
     rows = [[*row[:2], first, *row[3:]]] + [["", "", part, "", "", ""] for part in more]
     return [
         "  "
