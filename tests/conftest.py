@@ -25,6 +25,7 @@ LONGEST_FIRST = ["lab", "faults", "parity"]
 """Folders: what is begun last should be short, when two tests run at a time."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks for groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run one after another, and so do those of the one lab there can be."""
 

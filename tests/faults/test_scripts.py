@@ -206,21 +206,20 @@ def test_a_rank_that_ended_well_and_is_waited_for_is_named(start, tmp_path: Path
 
 
 FROZEN = """
-import os, signal, sys, shoal
+import os, signal, shoal
 with shoal.join(timeout_s=2) as crew:
     crew.barrier()  # all have joined
     if crew.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    crew.agree("what is asked for", 1) if sys.argv[1] == "agree" else crew.barrier()
+    crew.agree("what is asked for", 1)
 """
 
 
-@pytest.mark.parametrize("call", ["agree", "barrier"])
-def test_a_leader_that_is_frozen_is_named(start_warm, tmp_path: Path, call: str) -> None:
+def test_a_leader_that_is_frozen_is_named(start_warm, tmp_path: Path) -> None:
     """It holds the store by which ranks tell each other things: all others waited for ever."""
     script = tmp_path / "script.py"
     script.write_text(FROZEN)
-    run = start_warm(*SHOAL, "run", "--workers", "2", str(script), call)
+    run = start_warm(*SHOAL, "run", "--workers", "2", str(script))
     assert run.end() == 1, run.said
     assert "lost rank 0" in run.err
     assert "is frozen" in run.err

@@ -106,6 +106,7 @@ def test_only_who_is_authorized_comes_in(
     boss.until_says("on desktop laptop")
     for refused in (stranger, mistaken):
         refused.until_says("it refused this host's key, or has another key than the one given")
+    boss.until(lambda: boss.err.count("refused a caller") >= 2)  # they come again and again
     (tmp_path / "enough").touch()
     assert boss.end() == 0, boss.said
     assert boss.out.splitlines() == ["same True", "on desktop laptop"]

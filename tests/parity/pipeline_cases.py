@@ -1230,7 +1230,7 @@ FULLY = "fan_out"
 """The job that goes through every schedule on every transport; others take turns."""
 OF_THREE = ("exact", "micro-batches: 1f1b", "activations", "odd parameters")
 """What three ranks go through; two go through everything."""
-NOT_OF_FOUR = ("optimizer", "learning rates", "micro-batches: gpipe")
+NOT_OF_FOUR = ("optimizer", "learning rates", "micro-batches: gpipe", "links of pipelines")
 """What four do not go through; with replicas they have enough to do."""
 
 

@@ -274,12 +274,14 @@ class _Roll:
 
     def _fail(self, text: str, others_may_come: bool = True) -> NoReturn:
         """Raise; but the first rank here, who holds the store, first lets the others read."""
-        self.store.set(f"told/{self.hello.rank}", "1")
         present = [
             rank
             for rank in range(self.way.size)
             if rank in self.seen or self.store.check([f"hello/{rank}"])
         ]
+        # From here on only who holds the store looks at it: a shared file may be gone, and torch
+        # would wait for it.
+        self.store.set(f"told/{self.hello.rank}", "1")
         if self.hello.rank == min(present):
             waiting = time.monotonic() + LINGER_S
             listeners = range(self.way.size) if others_may_come else present
