@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 
 # Two tests at a time: most of them wait for processes. Folders and files stay together (conftest.py).
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # Slow, and each time other examples: for finding what `make test` does not.
 soak: $(VENV)/.installed-dev
