@@ -229,12 +229,14 @@ class ZmqLink(Link):
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
         check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
+        if peer.torn:
+            self._tear_off(peer)
         before = peer.num_sent
         try:
             return self._start(peer, tree, tag, lend)
         except (KeyboardInterrupt, SystemExit) as error:
-            if peer.num_sent != before and not peer.is_gone:
-                self._tear_off(peer, error)
+            if peer.num_sent != before:
+                peer.torn = type(error).__name__
             raise
 
     def _start(self, peer: Peer, tree: Tree, tag: str, lend: bool) -> Job:
@@ -268,9 +270,11 @@ class ZmqLink(Link):
         send(peer.dealer, struct.pack(f"<{len(addresses)}Q", *addresses), LAST)
         return LendJob(self, peer, number)
 
-    def _tear_off(self, peer: Peer, why: BaseException) -> None:
-        """It may have got a part of a message: both sides are told."""
-        was_torn = f"was interrupted in the midst of a message ({type(why).__name__})"
+    def _tear_off(self, peer: Peer) -> None:
+        """It may have got a part of a message, and our script goes on: both sides are told."""
+        if peer.is_gone:
+            return
+        was_torn = f"was interrupted in the midst of a message ({peer.torn})"
         self._send_sign(peer, DROPPED, was_torn)
         self._drop(peer, PeerLost(f"{self._name} {was_torn} to {peer.name}: it gets no more"))
 

@@ -57,6 +57,8 @@ class Peer:
     """Whether it can read what is lent to it."""
     lent: dict[int, Loan] = field(default_factory=dict)
     """By message: what it has not taken yet."""
+    torn: str = ""
+    """What interrupted us in the midst of a message to it. It can be told goodbye, and no more."""
     has_gap: bool = False
     """A message of it is lost, or was taken back: what it sent after that is not for anybody."""
 
