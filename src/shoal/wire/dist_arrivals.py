@@ -2,7 +2,8 @@
 
 What comes under which tag is in dist_parts.py. Every receive that is not waiting yet when its data
 is sent costs a turn of the network. So room for a buffer as long as the last one is held ready:
-also where each message has a front of its own, a stream of equal shapes never waits.
+also where each message has a front of its own, a stream of equal shapes never waits. Memory for the
+room after the next is had beforehand, too (`prepare`): whoever waits has its message sooner.
 """
 
 from __future__ import annotations
@@ -62,27 +63,58 @@ class Arrivals:
         self._num_received = 0
         self._room = Room(None)
         self._reserve: Room | None = None
+        """Not waiting yet."""
         self._front: Front | None = None
         """The one that came last; `_data`: as it came; `_is_repeated`: it has come twice."""
         self._data = b""
         self._is_repeated = False
+        self._begun: tuple[Front, torch.Tensor | None] | None = None
+        """A message that is here in part: its front, and its first buffer if that came with it."""
 
     def listen(self) -> None:
         """Before the first message, and after a sign."""
         self._make_room(self._room)
 
-    def next(self) -> bytes:
-        """Wait for a message and deliver it; or else for a sign, which is returned."""
+    @property
+    def is_unprepared(self) -> bool:
+        return self._reserve is None and self._is_repeated
+
+    def prepare(self) -> None:
+        """Have memory for the room that will be needed when the next message has come."""
+        if self.is_unprepared:
+            self._reserve = Room(self._front)
+
+    @property
+    def is_begun(self) -> bool:
+        """Of a long message more is to come than was received so far."""
+        return self._begun is not None
+
+    def next(self, most_bytes: int | None = None) -> bytes:
+        """Wait for a message and deliver it; or else for a sign, which is returned.
+
+        most_bytes: of one that has more behind its front only that is received: the rest next time.
+        """
+        if self._begun is None and (sign := self._begin()):
+            return sign
+        assert self._begun is not None
+        front, first = self._begun
+        if most_bytes is None or sum(front.sizes[slot] for slot in front.behind) <= most_bytes:
+            self._begun = None
+            self._receive(front, first)
+        return b""
+
+    def _begin(self) -> bytes:
+        """What a message begins with; or a sign, which is returned."""
         self._await(self._room.work)
         if self._room.is_full:
             if self._front is None or self._room.tensor is None:
                 raise WireError("a buffer came where a front was due")
-            self._receive(self._front, self._room.tensor)
+            self._begun = self._front, self._room.tensor
             return b""
         is_sign, data = self._whole_front()
         if is_sign:
             return data
-        self._receive(self._read(data), None)
+        self._begun = self._read(data), None
         return b""
 
     def look(self) -> None:
@@ -105,7 +137,7 @@ class Arrivals:
     def close(self) -> None:
         """Let go of what gloo has of us. Nobody waits for it any more."""
         self.spare.clear()
-        self._room, self._reserve, self._group = Room(None), None, None
+        self._room, self._reserve, self._begun, self._group = Room(None), None, None, None
 
     def _whole_front(self) -> tuple[bool, bytes]:
         """Whether it is a sign, and all of it."""
@@ -140,7 +172,7 @@ class Arrivals:
         copied = [self._receive_buffer(arrival, number) for number in behind]
         self._inbox.deliver(arrival)
         # Not earlier: gloo would make us wait until it has read what is coming in.
-        self._make_room(room if is_free else self._reserve)
+        self._make_room(room if is_free else self._from_reserve())
         if behind and not front.slots[behind[-1]].is_on_gpu:
             self._make_spare(front.sizes[behind[-1]], copied[-1])
 
@@ -150,14 +182,13 @@ class Arrivals:
         There is room for the next one before anybody is told, and whoever waits then has the
         interpreter for itself.
         """
-        room = self._room
-        self._make_room(self._reserve)
-        is_free = False
+        room, is_free = self._room, False
+        self._make_room(self._from_reserve())
         if not self._inbox.deliver_ready(self._rank, front, [first]):
             arrival = self._inbox.arrive(self._rank, front)
             is_free = arrival.take(0, room.content)
             self._inbox.deliver(arrival)
-        self._reserve = room if is_free else Room(front)
+        self._reserve = room if is_free else None
 
     def _receive_buffer(self, arrival: Arrival, number: int) -> torch.Tensor | None:
         """Where it came to lie, if that was copied from and is free again."""
@@ -190,6 +221,10 @@ class Arrivals:
             ahead.append(self._expect(place[start : start + PIECE_BYTES], tag))
         while ahead:
             self._await(ahead.popleft())
+
+    def _from_reserve(self) -> Room | None:
+        room, self._reserve = self._reserve, None
+        return room
 
     def _make_room(self, room: Room | None) -> None:
         """For what the next message begins with: this one, if it is what is needed."""

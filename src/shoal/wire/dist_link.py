@@ -2,8 +2,8 @@
 
 A receive of gloo's wants to know beforehand how much will come, cannot be asked whether it is done,
 and cannot be given up without breaking its whole group. So each pair of ranks has a group of its
-own, and each peer two threads here: one that receives for ever (dist_arrivals.py), one that waits
-for sends to end.
+own, and each peer two threads here: one that receives (dist_arrivals.py) while nobody who waits
+does so (dist_turns.py), one that waits for sends to end.
 
 Nothing here is encrypted or authenticated, as in every group of torch's: for networks that you
 trust.
@@ -12,26 +12,29 @@ trust.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
-from shoal.wire import first_piece, front
-from shoal.wire.connections import connections
-from shoal.wire.dist_arrivals import FOR_EVER, Arrivals
-from shoal.wire.dist_parts import PIECE_BYTES, Parts, parts_of
+from shoal.interrupts import Held, can_be_held
+from shoal.network import is_loopback
+from shoal.wire import front
+from shoal.wire.connections import Outflow, connections
+from shoal.wire.dist_arrivals import Arrivals
+from shoal.wire.dist_departures import Departures
+from shoal.wire.dist_parts import PIECE_BYTES
 from shoal.wire.dist_peer import A_MOMENT_S, Outgoing, Peer
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
+from shoal.wire.inbox import ReceiveJob
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
@@ -43,11 +46,14 @@ PARTING_S = 1.0
 CLOSING_TURN_S = 0.02
 TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
+QUICK_BYTES = 16 * 2**20
+"""Within one host, it takes but a moment to receive so many."""
 
-BEAT, GOODBYE, DROPPED = b"b", b"g", b"d"
-"""What a sign begins with. A reason may follow."""
+BEAT, ASK, GOODBYE, DROPPED = b"b", b"a", b"g", b"d"
+"""What a sign begins with. A reason may follow. ASK: for a sign of life, at once."""
 MAX_REASON_LETTERS = 500
 MakeLane = Callable[[dist.Store, int], GpuLane]
+T = TypeVar("T")
 
 log = logging.getLogger("shoal.wire")
 
@@ -69,12 +75,17 @@ class DistLink(Link):
         self._hung_s = hung_s
         self._peers: dict[int, Peer] = {}
         self._is_open = True
+        self._is_local = False
+        """All ranks are on this host."""
         self._counting = threading.Lock()
         self._num_waiting = 0
         """Threads that wait for this link, in a send or a receive."""
         self._num_asked = 0
         """Of waits and questions, since the link was made."""
+        self._paused: set[int] = set()
+        """Ranks from which nothing is received for the moment."""
         self._inbox.wait_until = self._wait_until
+        self._inbox.wait_for = self._wait_for
 
     def join(
         self,
@@ -93,6 +104,7 @@ class DistLink(Link):
         options._timeout = timedelta(seconds=self.timeout_s)
         options._threads = 1
         options._devices = [gloo.create_device(hostname=address)]
+        self._is_local = is_loopback(address)
         for other in range(self.size):
             if other == self.rank:
                 continue
@@ -108,8 +120,13 @@ class DistLink(Link):
             place = int(self.rank < other)
             packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
             made = connections() - before
+            # If there are several, somebody else made one meanwhile, and nobody knows which it is.
+            outflow = Outflow(next(iter(made))[0]) if len(made) == 1 else None
             arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane, made)
-            self._peers[other] = Peer(other, name, group, place, packer, arrivals, lane)
+            peer = Peer(other, name, arrivals, Departures(group, place, packer, lane, outflow))
+            peer.rouse = functools.partial(self._rouse, peer)
+            peer.arrivals.listen()
+            self._peers[other] = peer
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
                 peer.threads.append(
@@ -122,100 +139,153 @@ class DistLink(Link):
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
         check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
-        with peer.lock:
+        with peer.departures.lock:
             if not self._is_open:
                 raise WireError("the link was closed")
-            head, buffers = peer.packer.pack(tree, tag, peer.num_sent)
-            said = front.without_number(head)
-            if peer.may_leave_out(said) and first_piece.may_stand(buffers):
-                head = b""
-            outgoing = self._start(peer, parts_of(head, buffers), said)
-        return outgoing if buffers else DONE
+            departure, is_awaited = self._begin(peer, lambda: peer.departures.begin(tree, tag))
+        self._prepare(peer)
+        return Outgoing(self, peer, departure) if is_awaited else DONE
 
-    def _start(self, peer: Peer, parts: Parts, said: bytes | None) -> Outgoing:
-        """said: by the front of a message; None: it is a sign."""
+    def _begin(self, peer: Peer, begin: Callable[[], T]) -> T:
+        """With the lock of its departures held."""
         if peer.lost:
             raise copy.copy(peer.lost)
-        outgoing = Outgoing(self, peer, [*parts.pieces, *parts.on_gpu])
-        places = [[piece] for piece in parts.pieces]
         try:
-            # Not by Python: Ctrl-C, which a script may catch, comes before all of them or behind.
-            outgoing.works.extend(map(peer.group.send, places, repeat(peer.other), parts.tags))
-            if peer.lane:
-                outgoing.works += [peer.lane.send(buffer) for buffer in parts.on_gpu]
+            return begin()
         except RuntimeError as error:
             raise self._lose(peer, error) from error
         finally:
-            if len(outgoing.works) == len(outgoing.pieces):
-                peer.has_begun(outgoing, said)
-            elif outgoing.works and not peer.lost:
+            if peer.departures.is_torn and not peer.lost:
                 cause = f"rank {self.rank} was interrupted in the midst of a message to {peer.name}"
                 self._break_off(peer, PeerLost(f"{cause}: nothing more can be sent there"))
-        return outgoing
 
     def _start_sign(self, peer: Peer, sign: bytes, reason: str = "") -> None:
-        """With the peer's lock held. If it is lost already there is nobody to tell."""
+        """With the lock of its departures held. If it is lost already there is nobody to tell."""
         text = sign + reason[:MAX_REASON_LETTERS].encode("utf-8", "replace")
         with suppress(PeerLost):
-            self._start(peer, parts_of(text, [], is_sign=True), None)
+            self._begin(peer, lambda: peer.departures.begin_sign(text))
 
     def _say_goodbye(self, peer: Peer, reason: str = "") -> None:
-        """With the peer's lock held: once, whether we leave or answer one who does."""
+        """With the lock of its departures held: once, whether we leave or answer one who does."""
         if not peer.has_goodbye:
             peer.has_goodbye = True
             self._start_sign(peer, GOODBYE, reason)
-            peer.outgoing.put(None)
+            peer.departures.end()
 
     def _see_off(self, peer: Peer) -> None:
         """In a thread: wait until what is sent has gone, and show a sign of life in between."""
-        while not peer.lost:
-            try:
-                outgoing = peer.outgoing.get(timeout=min(BEAT_S, self._hung_s / 4))
-            except queue.Empty:
-                with peer.lock:
-                    if self._is_open:
-                        self._start_sign(peer, BEAT)
-                continue
-            if outgoing is None:
-                return
-            try:
-                works = list(zip(outgoing.works, outgoing.pieces, strict=True))
-                if all(piece.nbytes < PIECE_BYTES for _, piece in works):
-                    works = works[::-1]  # what began last mostly ends last: one wait, not several
-                for work, piece in works:
-                    work.wait(FOR_EVER)
+        try:
+            for size_bytes in peer.departures.see_off(min(BEAT_S, self._hung_s / 4)):
+                if peer.lost:
+                    return
+                if size_bytes is None:
+                    with peer.departures.lock:
+                        if self._is_open:
+                            self._start_sign(peer, BEAT)
+                elif size_bytes == 0:
+                    self._inbox.stir()
+                elif size_bytes >= PIECE_BYTES:
                     # It takes what we send. Its own signs of life may not come through meanwhile:
                     # gloo sends nothing while there is always more to be read. What is small goes
                     # without it, as far as this host's own memory.
-                    if piece.nbytes >= PIECE_BYTES:
-                        peer.arrivals.heard_at = time.monotonic()
-            except RuntimeError as error:
-                self._lose(peer, error)
-                return
-            outgoing.finish()
+                    peer.arrivals.heard_at = time.monotonic()
+        except RuntimeError as error:
+            self._lose(peer, error)
 
     # -- receiving ---------------------------------------------------------------------------------
 
+    def _wait_for(self, job: ReceiveJob, limit_s: float) -> bool:
+        """For a message: by receiving it, if nobody does, within one host.
+
+        Whoever receives does not come back before something comes, be it a sign of life. So it must
+        have more time than it takes to find that none will, and leaves what takes long to a thread.
+        """
+        peer, deadline = self._peers[job.peer], time.monotonic() + limit_s
+        while not job.is_over:
+            left_s = deadline - time.monotonic()
+            is_quick = self._is_local and not peer.arrivals.is_begun
+            if not is_quick or left_s <= self._hung_s or not can_be_held():
+                return self._wait_until(lambda: job.is_over, left_s)
+            with Held(peer.rouse) as held:
+                is_our_turn = peer.turns.take()
+                if is_our_turn:
+                    self._receive_for(job, peer, held, deadline - self._hung_s)
+            if not is_our_turn:
+                peer.turns.is_wanted = True
+                self._wait_until(lambda: job.is_over or not peer.turns.is_wanted, left_s)
+        return True
+
+    def _receive_for(self, job: ReceiveJob, peer: Peer, held: Held, until: float) -> None:
+        """It is our turn."""
+        try:
+            if self._paused:
+                self._inbox.stir()
+            while not (job.is_over or held.was_interrupted or peer.is_over):
+                self._receive_one(peer, QUICK_BYTES)
+                if peer.arrivals.is_begun or time.monotonic() > until:
+                    break
+        finally:
+            peer.turns.leave()
+            if self._inbox.is_waited_for:
+                peer.turns.call()
+                self._inbox.stir()
+
     def _receive_for_ever(self, peer: Peer) -> None:
         """In a thread."""
+        while not peer.is_over:
+            if not peer.turns.take_over(TURN_S):
+                self._part_from_hung()  # while somebody else waits for it inside gloo
+                continue
+            try:
+                if not peer.is_over:
+                    peer.arrivals.prepare()
+                    self._receive_one(peer)
+            finally:
+                if peer.turns.give_back():
+                    self._inbox.stir()
+            if not peer.is_over:
+                self._pause(peer)
+
+    def _receive_one(self, peer: Peer, most_bytes: int | None = None) -> None:
+        """A message, or a sign. With its turn taken. most_bytes: a longer one is only begun."""
         try:
-            peer.arrivals.listen()
-            while True:
-                sign = peer.arrivals.next()
-                if not sign:
-                    self._pause(peer)
-                elif sign[:1] == BEAT:
-                    peer.arrivals.listen()
-                else:
-                    self._heed(peer, sign)
-                    return
+            sign = peer.arrivals.next(most_bytes)
+            if sign[:1] in (BEAT, ASK):
+                peer.arrivals.listen()
+            elif sign:
+                self._heed(peer, sign)
+                peer.is_over = True
+            if sign[:1] == ASK:
+                with peer.departures.lock:
+                    self._start_sign(peer, BEAT)
         except WireError as error:
+            peer.is_over = True
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
-            with peer.lock:
+            with peer.departures.lock:
                 self._start_sign(peer, DROPPED, str(error))
                 self._part(peer, PeerLost(f"rank {self.rank} dropped {peer.name}: {error}"))
         except RuntimeError as error:
+            peer.is_over = True
             self._lose(peer, error)
+
+    def _prepare(self, peer: Peer) -> None:
+        """For an answer: whoever has received and now sends had better things to do so far."""
+        if peer.arrivals.is_unprepared and can_be_held():
+            with Held():
+                if peer.turns.take():
+                    try:
+                        peer.arrivals.prepare()
+                    finally:
+                        peer.turns.leave()
+
+    def _rouse(self, peer: Peer, insist: bool) -> None:
+        """Bring back whoever receives: an answer from the peer will, or else its loss."""
+        if insist:
+            cause = f"rank {self.rank} was interrupted while {peer.name} was silent"
+            self._break_off(peer, PeerLost(f"{cause}: nothing more comes from there"))
+        else:
+            with peer.departures.lock:
+                self._start_sign(peer, ASK)
 
     def _pause(self, peer: Peer) -> None:
         """Until there is room: a receiver that is slow slows its senders, not fills its memory.
@@ -227,16 +297,20 @@ class DistLink(Link):
 
         def may_go_on() -> bool:
             was_asked = self._num_waiting > 0 or self._num_asked != num_asked
-            return was_asked or self._inbox.has_room(peer.rank)
+            return was_asked or self._inbox.has_room(peer.rank) or self._is_received_from()
 
         if may_go_on():
             return
-        peer.is_paused = True
+        self._paused.add(peer.rank)
         while not self._inbox.wait_for_others(may_go_on, TURN_S):
             if peer.lost:
                 break
         peer.arrivals.heard_at = time.monotonic()  # what it sent meanwhile has not been read
-        peer.is_paused = False
+        self._paused.discard(peer.rank)
+
+    def _is_received_from(self) -> bool:
+        """Whether somebody waits by receiving itself."""
+        return any(peer.turns.is_waiters for peer in self._peers.values())
 
     def _heed(self, peer: Peer, sign: bytes) -> None:
         """It says goodbye, or has dropped us."""
@@ -247,7 +321,7 @@ class DistLink(Link):
             lost = has_left(peer.name, reason)
         else:
             raise WireError("it sent a sign that means nothing")
-        with peer.lock:
+        with peer.departures.lock:
             self._say_goodbye(peer)
             self._part(peer, PeerLost(lost))
 
@@ -256,6 +330,9 @@ class DistLink(Link):
     def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         if condition():
             return True
+        if limit_s > 0:
+            for peer in self._peers.values():
+                peer.turns.call()
         deadline = time.monotonic() + limit_s
         if self._inbox.wait_for_others(condition, min(limit_s, A_MOMENT_S)):
             return True
@@ -263,7 +340,7 @@ class DistLink(Link):
             self._num_asked += 1
             self._num_waiting += 1
         try:
-            if any(peer.is_paused for peer in self._peers.values()):
+            if self._paused:
                 self._inbox.stir()
             while not self._inbox.wait_for_others(condition, min(limit_s, TURN_S)):
                 self._part_from_hung()
@@ -277,7 +354,7 @@ class DistLink(Link):
 
     def _part_from_hung(self) -> None:
         for peer in self._peers.values():
-            if peer.lost or peer.is_paused:
+            if peer.lost or peer.rank in self._paused:
                 continue
             peer.arrivals.look()
             if time.monotonic() > peer.arrivals.heard_at + self._hung_s:
@@ -304,14 +381,15 @@ class DistLink(Link):
         super().close(farewell_s, reason)
         deadline = time.monotonic() + farewell_s
         for peer in self._peers.values():
-            with peer.lock:
+            with peer.departures.lock:
                 self._say_goodbye(peer, reason)
+            peer.turns.call()
         for peer in self._peers.values():
             self._wait_for_threads(peer, deadline)
             if not any(thread.is_alive() for thread in peer.threads):
                 # Its connections and its threads end with it; the crew keeps us until it ends.
                 peer.arrivals.close()
-                peer.group = None
+                peer.departures.close()
 
     def _wait_for_threads(self, peer: Peer, deadline: float) -> None:
         """Also where the peer is lost: a thread that comes back from gloo while the interpreter

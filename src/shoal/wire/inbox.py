@@ -27,6 +27,8 @@ from shoal.wire.tree import Path, Tree, tensors_of, with_tensors
 Key = tuple[int, str]
 WaitUntil = Callable[[Callable[[], bool], float], bool]
 """Wait for a condition that this inbox changes, so many seconds at most; whether it is met."""
+WaitFor = Callable[["ReceiveJob", float], bool]
+"""The same, for a message."""
 
 
 MAX_IDLE_QUEUES = 1000
@@ -50,6 +52,8 @@ class Inbox:
         self.wait_until: WaitUntil = self.wait_for_others
         """How to wait for a condition. A transport without a thread of its own puts its pump here:
         whoever waits for a message does the receiving."""
+        self.wait_for: WaitFor = lambda job, limit_s: self.wait_until(job._is_done, limit_s)
+        """How to wait for one message, where there is a better way for that."""
         self.is_aligned = False
         """Whether tensors are copied that did not come to lie where torch puts its own."""
         self._lock = threading.Lock()
@@ -156,6 +160,11 @@ class Inbox:
             return True
         queues = self._queues.copy()  # whoever asks for a new tag meanwhile adds to them
         return any(queue.jobs for (p, _), queue in queues.items() if p == peer)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody waits for someone else to receive."""
+        return bool(self._waiting)
 
     def stir(self) -> None:
         """Wake those who wait for someone else to receive: it is their turn."""
@@ -303,7 +312,7 @@ class ReceiveJob:
     def wait(self, timeout_s: float | None = None) -> Tree:
         """What came. Over its deadline it raises, and can be waited for again."""
         limit_s = seconds(timeout_s, self._inbox.timeout_s)
-        if not self._inbox.wait_until(self._is_done, limit_s):
+        if not self._inbox.wait_for(self, limit_s):
             tag = f" with tag {self.tag!r}" if self.tag else ""
             raise WireError(
                 f"waited {limit_s:g} s for a message{tag} from rank {self.peer}; none came"

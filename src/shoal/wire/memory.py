@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 from shoal.errors import PeerLost, WireError
 from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
@@ -14,7 +17,7 @@ from shoal.wire.tree import Tree
 class MemoryLink(Link):
     """Delivers at once, through the same headers and checks as every other link."""
 
-    def __init__(self, rank: int, links: list[MemoryLink], size: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, links: Sequence[MemoryLink], size: int, timeout_s: float) -> None:
         super().__init__(rank, size, timeout_s)
         self._links = links
         self._sent = [0] * size
@@ -23,9 +26,9 @@ class MemoryLink(Link):
         self._open = True
 
     @classmethod
-    def crew(cls, size: int, timeout_s: float = 60.0) -> list[MemoryLink]:
+    def crew(cls, size: int, timeout_s: float = 60.0) -> list[Self]:
         """The links of `size` ranks, joined with each other."""
-        links: list[MemoryLink] = []
+        links: list[Self] = []
         links += [cls(rank, links, size, timeout_s) for rank in range(size)]
         return links
 

@@ -229,21 +229,21 @@ def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
     """It froze in the midst of a message: gloo's receives still waited, for the user's memory."""
     sender, receiver = join(hung_s=HUNG_S)
     receiver._peers[0].arrivals._connections.clear()  # here the sender lives, and shows it
-    peer = sender._peers[1]
+    way = sender._peers[1].departures
     message = filled(3 * PIECE_BYTES, 1)
     place = torch.zeros_like(message)
     job = receiver.irecv(0, into=place)
-    head, _ = peer.packer.pack(message, "", 0)
+    head, _ = way._packer.pack(message, "", 0)
     front = torch.frombuffer(bytearray(with_length(head)), dtype=torch.uint8)
     assert len(front) <= MAX_PIECE_BYTES
     for tag, piece in ((FIRST, front), (PIECE, message[:PIECE_BYTES])):
-        peer.group.send([piece], peer.other, tag).wait(timedelta(seconds=SOON_S))
+        way._group.send([piece], way._other, tag).wait(timedelta(seconds=SOON_S))
     with pytest.raises(PeerSilent, match="no sign of life"):
         job.wait()
     place.zero_()
 
     def come_back() -> None:
-        rest = peer.group.send([message[PIECE_BYTES : 2 * PIECE_BYTES]], peer.other, PIECE)
+        rest = way._group.send([message[PIECE_BYTES : 2 * PIECE_BYTES]], way._other, PIECE)
         rest.wait(timedelta(seconds=SOON_S))
 
     with pytest.raises(RuntimeError):
@@ -321,8 +321,8 @@ def test_messages_of_a_steady_stream_have_memory_of_their_own(join: Join) -> Non
 def test_a_buffer_where_a_front_is_due(join: Join, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is held ready for one: it is read as a front, and is none."""
     links = join()
-    peer = links[0]._peers[1]
-    peer.group.send([filled(32 * 1024, 255)], peer.other, FIRST).wait(timedelta(seconds=SOON_S))
+    way = links[0]._peers[1].departures
+    way._group.send([filled(32 * 1024, 255)], way._other, FIRST).wait(timedelta(seconds=SOON_S))
     with pytest.raises(PeerLost, match="a buffer came where a front was due"):
         links[1].recv(0)
     assert "rank 1 dropped rank 0" in caplog.text
@@ -330,11 +330,11 @@ def test_a_buffer_where_a_front_is_due(join: Join, caplog: pytest.LogCaptureFixt
 
 def test_a_message_that_came_twice_is_refused(join: Join) -> None:
     links = join()
-    peer = links[0]._peers[1]
-    head, _ = peer.packer.pack("once", "", 0)
+    way = links[0]._peers[1].departures
+    head, _ = way._packer.pack("once", "", 0)
     front = torch.frombuffer(bytearray(with_length(head)), dtype=torch.uint8)
     for _ in range(2):
-        peer.group.send([front], peer.other, FIRST).wait(timedelta(seconds=SOON_S))
+        way._group.send([front], way._other, FIRST).wait(timedelta(seconds=SOON_S))
     assert links[1].recv(0) == "once"
     with pytest.raises(PeerLost, match="message 0 came, 1 was due"):
         links[1].recv(0)
