@@ -171,11 +171,12 @@ class Crew:
         values = self.exchange(what, value)
         for rank, other in enumerate(values):
             if other != values[0]:
+                theirs, first = _differing(other, values[0])
                 raise ShoalError(
                     f"{self.roster[rank].who} and {self.roster[0].who} do not agree on {what}:\n"
-                    f"  {self.roster[rank].who}: {str(other)[:300]}\n"
-                    f"  {self.roster[0].who}: {str(values[0])[:300]}\n"
-                    "Do all ranks run the same script with the same settings?"
+                    f"  {self.roster[rank].who}: {theirs[:300]}\n"
+                    f"  {self.roster[0].who}: {first[:300]}\n"
+                    "Do all ranks run the same script with the same settings, and seed?"
                 )
 
     # -- when something breaks ---------------------------------------------------------------------
@@ -278,6 +279,22 @@ class Crew:
 
 def _is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def _differing(one: Any, other: Any) -> tuple[str, str]:
+    """Two values; of two lists only what the other has not."""
+    if not (isinstance(one, list) and isinstance(other, list)):
+        return str(one), str(other)
+    only = ([each for each in a if each not in b] for a, b in ((one, other), (other, one)))
+    shown = tuple(", ".join(map(str, each)) for each in only)
+    return (
+        (shown[0] or "nothing else", shown[1] or "nothing else")
+        if any(shown)
+        else (
+            str(one),
+            str(other),
+        )
+    )
 
 
 def _plain_reason(error: RuntimeError) -> str:

@@ -271,7 +271,7 @@ class JoinedCrew(Crew):
         own = self.link(transport)
         self._of_pipelines[own] = lambda: None  # nobody's, if what follows fails
         pipe = JoinedPipeline(model, self, own, plan, example=example, averages=averages)
-        pipe.own_link = own
+        pipe.own(own)
         self._of_pipelines[own] = weakref.ref(pipe)
         return pipe
 
@@ -339,14 +339,19 @@ def _close(link: weakref.ref[Link]) -> None:
 class JoinedPipeline(Pipeline):
     """A pipeline as a script sees it."""
 
-    own_link: Link | None = None
+    _own_link: Link | None = None
     """Made for it alone."""
+
+    def own(self, link: Link) -> None:
+        """This link was made for it alone, and ends with it."""
+        self._own_link = link
+        self._calls.is_links_end = True
 
     def close(self) -> None:
         """It cannot be used again; what it holds of the network is given back."""
         super().close()
-        if self.own_link is not None:
-            self.own_link.close()
+        if self._own_link is not None:
+            self._own_link.close()
 
     def loader(
         self,

@@ -607,6 +607,7 @@ def test_a_worker_that_is_busy_for_too_long(office: Office, own_boss, tmp_path: 
     free = tmp_path / "free"
     held = import_module("boss_layers_allowed").Held(str(free))
     model = boss.place(nn.Sequential(held, nn.ReLU()), cuts=["1"])
+    assert torch.equal(model(rows()), rows().relu())  # compared here: that must not be held up
     with pytest.raises(shoal.WireError, match=re.escape(f"waited {seconds:g} s for {waiting}; ")):
         model(LARGE)
     until(lambda: [w.is_busy for w in boss.status().workers] == [True, False], "both have told")
@@ -794,12 +795,14 @@ from shoal.boss.worker import serve
 from shoal.pipeline.known import Allowed
 from shoal.pipeline.portable import to_data
 from shoal.pipeline.rebuild import from_data
+from shoal.pipeline.staged import StageModule
+from shoal.pipeline.trace import trace
 from shoal.wire.open_link import LinkSettings
 
 # What every process does once is done once: else 32 of them would spend a minute on it.
 import torch._dynamo  # which the first optimizer brings
-traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(1, 1)))
-from_data(to_data(traced)[0], Allowed(frozenset()))
+layers = torch.nn.Sequential(torch.nn.Linear(1, 1))
+from_data(to_data(StageModule(layers, trace(layers)))[0], Allowed(frozenset()))
 endpoint, count = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 children = []

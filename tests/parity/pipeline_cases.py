@@ -24,9 +24,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import pipeline_oddities
 import torch
 import torch.nn.functional as F
-from pipeline_faults import FATAL, FAULTS, HYBRID_FAULTS
+from pipeline_faults import FATAL, FAULTS, HYBRID_FAULTS, refused
 from pipeline_nets import (
     IN_PLACE_ON_A_VIEW,
     JOBS,
@@ -51,8 +52,10 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.joined import JoinedPipeline
-from shoal.pipeline.build import as_module, materialise
+from shoal.pipeline.build import as_module
 from shoal.pipeline.graph import read
+from shoal.pipeline.meta import materialise
+from shoal.pipeline.micro_batches import shares
 from shoal.pipeline.partition import Costs, stage_bytes
 from shoal.pipeline.profile import profile
 from shoal.settings import SCHEDULES, SYNCS
@@ -1224,13 +1227,122 @@ def case_replicas_without_gradients(crew: shoal.JoinedCrew) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+# -- names, modes and memory -----------------------------------------------------------------------
+
+
+def rows_and_targets(count: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (count, pipeline_oddities.WIDTH)
+    return [
+        (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def several_names(crew: shoal.JoinedCrew, name: str) -> None:
+    """Of one tensor. By the other one it was saved as it had begun."""
+    make, cut = pipeline_oddities.NAMES[name]
+    torch.manual_seed(SEED)
+    model = make()
+    alone = copy.deepcopy(model)
+    options = {"schedule": "sequential", "loss": F.mse_loss}
+    together = Together(crew, model, {2: [cut]}, stages=2, **options)
+    batches = rows_and_targets()
+    state = together.run(batches)
+    train_alone(alone, batches, F.mse_loss)
+    same(state, alone)
+    together.pipe.load_state_dict({k: torch.zeros_like(v) for k, v in state.items()} or None)
+    assert all(not tensor.any() for tensor in together.pipe.state_dict().values())
+
+
+def case_a_train_of_the_users_own(crew: shoal.JoinedCrew) -> None:
+    torch.manual_seed(SEED)
+    model = pipeline_oddities.FrozenNorm()
+    alone = copy.deepcopy(model)
+    options = {"schedule": "sequential", "loss": F.mse_loss}
+    together = Together(crew, model, {2: ["second"]}, stages=2, **options)
+    together.pipe.train()
+    batches = rows_and_targets()
+    state = together.run(batches)
+    train_alone(alone.train(), batches, F.mse_loss)
+    same(state, alone)
+
+
+def case_memory_that_a_module_keeps(crew: shoal.JoinedCrew) -> None:
+    """It was read where it lay, after the module had changed it for the next micro-batch."""
+    batches = rows_and_targets()
+    for transport in ("zmq", "dist"):
+        torch.manual_seed(SEED)
+        model = pipeline_oddities.WithMemory()
+        alone = copy.deepcopy(model)
+        options = {"schedule": "gpipe", "microbatches": 4, "loss": F.mse_loss}
+        cuts = {2: ["second"]}
+        state = Together(crew, model, cuts, stages=2, transport=transport, **options).run(batches)
+        optimizer = torch.optim.SGD(alone.parameters(), **SGD)
+        for x, y in batches:
+            optimizer.zero_grad()
+            for part in shares(len(x), 4, 2):
+                h, kept = alone.memory(alone.first(x[part.start : part.stop]))
+                output = alone.second(h) * (1 + kept.mean().clone())
+                loss = F.mse_loss(output, y[part.start : part.stop])
+                (loss * part.size / part.total).backward()
+            optimizer.step()
+        close(state, alone)
+
+
+def case_another_model(crew: shoal.JoinedCrew) -> None:
+    """Found by rank 0, told to all; and nothing has been trained."""
+    together = Together(
+        crew, pipeline_oddities.ByShape(), {2: ["second"]}, stages=2, loss=F.mse_loss
+    )
+    batch = rows_and_targets()[0]
+    words = ["ModelError", "ByShape in stages is not ByShape", "the output differs", "Ways out"]
+    refused(crew, words, lambda: together.step(*batch))
+
+
+def case_a_value_that_the_script_changes(crew: shoal.JoinedCrew) -> None:
+    model = pipeline_oddities.Annealed()
+    together = Together(crew, model, {2: ["second"]}, stages=2, loss=F.mse_loss)
+    batch = rows_and_targets()[0]
+    together.step(*batch)
+    model.tau = 0.5
+    refused(crew, ["tau of the model was 1.0", "is 0.5 now"], lambda: together.step(*batch))
+
+
+def case_a_failure_that_is_caught(crew: shoal.JoinedCrew) -> None:
+    """The others do not wait for a rank that goes on with something else."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target.sum() < 0:
+            raise ArithmeticError("targets are not to be negative")
+        return F.cross_entropy(output, target)
+
+    pipe = crew.pipeline(net, cuts=["2"], stages=2, loss=loss, optimizer=torch.optim.SGD, lr=0.1)
+    x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    pipe.step(x, y)
+    begun = time.monotonic()
+    try:
+        pipe.step(x, y - 9)
+        told = "nothing"
+    except (shoal.ShoalError, ArithmeticError) as error:
+        told = str(error)
+    took = crew.exchange("seconds", [told, time.monotonic() - begun])
+    for rank, (text, seconds) in enumerate(took):
+        assert "targets are not to be negative" in text, f"rank {rank}: {text}"
+        assert seconds < TIMEOUT_S / 2, "it waited for the timeout"
+
+
 # -- all of them -----------------------------------------------------------------------------------
 
 FULLY = "fan_out"
 """The job that goes through every schedule on every transport; others take turns."""
 OF_THREE = ("exact", "micro-batches: 1f1b", "activations", "odd parameters")
 """What three ranks go through; two go through everything."""
-NOT_OF_FOUR = ("optimizer", "learning rates", "micro-batches: gpipe", "links of pipelines")
+NOT_OF_FOUR = (
+    "optimizer", "learning rates", "micro-batches: gpipe", "links of pipelines", "several names",
+    "a train of", "memory that", "another model", "a value that", "a failure",
+)  # fmt: skip
 """What four do not go through; with replicas they have enough to do."""
 
 
@@ -1266,6 +1378,8 @@ def _cases() -> dict[str, Case]:
         made[f"modes as they came: {schedule}"] = functools.partial(
             modes_as_they_came, schedule=schedule
         )
+    for name in pipeline_oddities.NAMES:
+        made[f"several names: {name}"] = functools.partial(several_names, name=name)
     for way in ("the first batch", "an example", "prepare()"):
         made[f"automatic cuts by {way}"] = functools.partial(automatic_cuts, way=way)
     for schedule in ("gpipe", "1f1b"):

@@ -39,7 +39,8 @@ from shoal.boss.boss import Boss
 from shoal.boss.orders import Forward
 from shoal.boss.placed import PlacedModel
 from shoal.cli.main import app
-from shoal.pipeline.build import as_module, materialise
+from shoal.pipeline.build import as_module
+from shoal.pipeline.meta import materialise
 from shoal.train.models import zoo
 from shoal.train.models.catalog import MODELS
 

@@ -34,17 +34,20 @@ from shoal.boss.placed import PlacedModel
 from shoal.errors import ModelError, SettingsError, WireError
 from shoal.interrupts import prompt_interrupts
 from shoal.pipeline import micro_batches
-from shoal.pipeline.build import Model, as_module, check_stages, materialise
+from shoal.pipeline.build import Model, as_module, check_stages
+from shoal.pipeline.comparison import Comparison
 from shoal.pipeline.graph import Graph, check_shared, cuts_at, modules_in, read
 from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.losses import REDUCTIONS, Loss, loss_faults, part_weights
+from shoal.pipeline.meta import materialise
+from shoal.pipeline.names import Names
 from shoal.pipeline.partition import Costs
-from shoal.pipeline.plan import name_faults, whole_number_faults
+from shoal.pipeline.plan import Plan, name_faults, whole_number_faults
 from shoal.pipeline.portable import pack, to_data
 from shoal.pipeline.profile import check_shapes, choose_cuts_of_batch
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.schedule import make_schedule
-from shoal.pipeline.split import stage_module, values_made
+from shoal.pipeline.split import stage_module, values_kept, values_made
 from shoal.report.waiting import waiting_line
 from shoal.settings import SCHEDULES, unknown
 from shoal.train.factory import factory_faults, find_factory
@@ -95,6 +98,8 @@ class Boss:
         self._desk: Desk | None = None
         self._wanted = workers
         self._graph: Graph | None = None
+        self._comparison: Comparison | None = None
+        """Of the stages with the model itself, by the first batch."""
         self._seed: int | None = None
         self._loss: Loss | None = None
         """What the last worker knows."""
@@ -196,6 +201,7 @@ class Boss:
     def _prepare(self, named: dict[str, Tree] | None) -> None:
         """Decide where to cut, with the inputs of a batch, unless that has been decided."""
         if self._routes is not None:
+            self._compare(named)
             return
         if named is None:
             raise ModelError(
@@ -204,6 +210,13 @@ class Boss:
             )
         assert self._graph is not None
         self._spread(self._choose(self._graph, self.model, named))
+        self._compare(named)
+
+    def _compare(self, named: dict[str, Tree] | None) -> None:
+        """The stages with the model itself, by the inputs of the first batch."""
+        if self._comparison is not None and named is not None:
+            comparison, self._comparison = self._comparison, None
+            comparison.check(named, None, self.model.mode)
 
     def _choose(self, graph: Graph, placed: PlacedModel, named: dict[str, Tree]) -> list[int]:
         parts = placed.parts(named)
@@ -218,12 +231,14 @@ class Boss:
         graph = self._graph
         assert graph is not None
         routes = route(graph, cuts)
+        plan = Plan(stages=self._wanted, seed=self._seed or 0)
+        self._comparison = Comparison.of(graph, routes, plan, is_here=True)
         orders, tensors = [], []
         used: set[str] = set()
         for stage in range(self._wanted):
-            pair = [stage_module(graph, routes, stage, training=mode) for mode in (True, False)]
-            used |= {name for module in pair for name in module.state_dict()}
-            data, held = to_data(*pair)
+            module = stage_module(graph, routes, stage)
+            used |= set(module.state_dict())
+            data, held = to_data(module)
             orders.append(
                 Place(
                     stage=stage,
@@ -232,20 +247,22 @@ class Boss:
                     ports=[[(p.value, p.source) for p in ports] for ports in routes.ports],
                     inputs=list(graph.inputs),
                     makes=values_made(graph, routes, stage),
+                    keeps=values_kept(graph, routes, stage),
                     module=pack(data),
                     seed=self._seed,
                 )
             )
             tensors.append(held)
-            self.parameters[stage] = sum(p.numel() for p in pair[0].parameters())
+            self.parameters[stage] = sum(p.numel() for p in module.parameters())
         self.desk.order_each(orders, tensors)
         for order in self._pending:
             self.desk.order(order)
         self._settle()
         self.modules = [modules_in(graph, routes.units_of(s)) for s in range(self._wanted)]
-        self.model.stray = self._strays(graph.model, used)
+        self.model.names = Names.of(graph.model, used)
+        self.model.stray = self._strays(graph.model, self.model.names.strays)
         self._routes = routes
-        self._graph = None  # and with it the weights
+        self._graph = None  # and, after the first batch, the weights
         self._pending = []
 
     def _settle(self) -> None:
@@ -255,9 +272,8 @@ class Boss:
         """
         self.seconds()
 
-    def _strays(self, made: nn.Module, used: set[str]) -> dict[str, torch.Tensor]:
+    def _strays(self, made: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
         """What belongs to the model's state, though no step uses it: it stays here."""
-        names = [name for name in made.state_dict() if name not in used]
         if self._seed is not None:
             materialise(made, self._seed, torch.device("cpu"), names)
         state = made.state_dict()

@@ -35,11 +35,11 @@ from shoal.boss.orders import (
     read_order,
 )
 from shoal.errors import ModelError, PeerLost, WireError
-from shoal.pipeline.build import materialise
 from shoal.pipeline.chance import Chance
 from shoal.pipeline.known import Allowed
 from shoal.pipeline.losses import loss_of_part
 from shoal.pipeline.lying import packed, unpacked
+from shoal.pipeline.meta import materialise
 from shoal.pipeline.plan import no_parameter
 from shoal.pipeline.portable import unpack
 from shoal.pipeline.rebuild import fill, from_data
@@ -170,7 +170,12 @@ class Hand:
             materialise(module, order.seed, self._device)
         module.to(self._device)
         self._stage = Stage(
-            routes, order.stage, module, module, inputs=order.inputs, makes=order.makes
+            routes,
+            order.stage,
+            module,
+            inputs=order.inputs,
+            makes=order.makes,
+            keeps=order.keeps,
         )
         self._chance = Chance(order.stage, self._device)  # workers all have the same seed
         ranks = range(1, routes.num_stages + 1)

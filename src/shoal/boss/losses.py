@@ -11,6 +11,7 @@ from torch import fx, nn
 from shoal.errors import ModelError
 from shoal.pipeline.losses import Loss
 from shoal.pipeline.portable import pack, to_data
+from shoal.pipeline.staged import StageModule
 from shoal.pipeline.trace import WAYS_OUT, trace
 
 
@@ -21,7 +22,7 @@ def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
     """
     calling = _Calling(loss)
     try:
-        traced = fx.GraphModule(calling, trace(calling))
+        steps = trace(calling)
     except ModelError as error:
         why = re.sub(r"^_Calling(\.forward)?", "", str(error).removesuffix(WAYS_OUT)).strip()
         raise ModelError(
@@ -29,11 +30,11 @@ def loss_to_data(loss: Loss) -> tuple[bytes, dict[str, torch.Tensor]]:
             "Use a function of torch.nn.functional or a module of torch.nn, or compute the loss "
             "here: loss(model(x), y).backward()."
         ) from error
-    returned = traced.graph.output_node().args[0]
+    returned = steps.output_node().args[0]
     if not isinstance(returned, fx.Node):
         what = f"a {type(returned).__name__}"
         raise ModelError(f"loss: it returned {what}; it must return a tensor, of one number.")
-    data, tensors = to_data(traced)
+    data, tensors = to_data(StageModule(calling, steps))
     return pack(data), tensors
 
 

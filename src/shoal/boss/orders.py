@@ -29,6 +29,8 @@ class Place(_Order, frozen=True, tag="place"):
     inputs: list[str]
     makes: list[str]
     """What this stage returns, in order."""
+    keeps: list[str]
+    """What of it a module of the user's may change later."""
     module: bytes
     """Its steps, in train mode and in eval mode, as data (pipeline/portable.py)."""
     seed: int | None = None

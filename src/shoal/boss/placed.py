@@ -23,6 +23,7 @@ from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.lying import packed
+from shoal.pipeline.names import Names
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class PlacedModel(Elsewhere):
         self.num_parameters = num_parameters
         self.stray: dict[str, torch.Tensor] = {}
         """What belongs to the state, though no step uses it."""
+        self.names = Names({}, ())
         self._at: Desk | None = desk
         self._why_left = ""
         self._inputs = list(inputs)
@@ -187,6 +189,7 @@ class PlacedModel(Elsewhere):
         self._be_ready(None)
         state = self._united(self.ask_all("state", lambda call: State(call=call), answers.tensors))
         state |= {name: tensor.clone() for name, tensor in self.stray.items()}
+        state = self.names.completed(state)
         if missing := [name for name in self._names if name not in state]:
             raise ModelError(f"no worker has sent {', '.join(missing[:5])}, of the model's state.")
         found = {prefix + name: state[name] for name in self._names}
@@ -246,6 +249,7 @@ class PlacedModel(Elsewhere):
         ]
         if faults:
             return faults
+        state_dict = self.names.completed(self.names.last(state_dict))
         # Waits until all has gone: the caller's tensors may change after this.
         self._desk.order_each(
             [Load()] * len(owned),

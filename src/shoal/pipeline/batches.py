@@ -44,7 +44,7 @@ class Batches:
         names = [name for _, name in self._inputs]
         if isinstance(x, dict) and set(x) == set(names):
             return {value: x[name] for value, name in self._inputs}
-        if isinstance(x, tuple | list) and len(x) == len(names):
+        if isinstance(x, tuple | list) and len(x) == len(names) and not _is_one_list(x):
             return {value: each for (value, _), each in zip(self._inputs, x, strict=True)}
         if len(names) == 1 and x is not None:
             return {self._inputs[0][0]: x}
@@ -52,3 +52,8 @@ class Batches:
         if isinstance(x, dict | tuple | list):
             got += f" of {len(x)}"
         raise ModelError(f"x: the model takes {', '.join(names)}; got {got}.")
+
+
+def _is_one_list(x: Tree) -> bool:
+    """A list of one: the input itself, where the model takes a list of tensors."""
+    return isinstance(x, list) and len(x) == 1

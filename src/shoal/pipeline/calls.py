@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shoal.errors import ModelError, reason_of
+from shoal.errors import ModelError, WireError, reason_of
 from shoal.wire.link import Link
 
 NUM_TURNS = 8
@@ -24,6 +24,8 @@ class Calls:
         """ranks: of the replica's stages."""
         self._link = link
         self._ranks = ranks
+        self.is_links_end = False
+        """Whether a call that fails closes the link: it is for these calls only."""
         self._number = 0
         self._failed = ""
 
@@ -41,7 +43,8 @@ class Calls:
     def hear(self, what: str, *, is_training: bool) -> int:
         """In all others: the samples of the batch with which this call begins."""
         self._begin()
-        announced = self._link.recv(self._ranks[0], "begin")
+        with together(what):
+            announced = self._link.recv(self._ranks[0], "begin")
         samples: int = announced[2]
         expected = [what, self._number, samples, is_training]
         if announced != expected:
@@ -65,13 +68,31 @@ class Calls:
 
     @contextmanager
     def to_its_end(self) -> Iterator[None]:
-        """Of a call that all stages have begun: if it fails in one, nobody can go on from there."""
+        """Of a call that all stages have begun: if it fails in one, nobody can go on from there.
+
+        Nor should anybody wait, also where the script goes on after the error.
+        """
         try:
-            yield
+            with together("the same"):
+                yield
         except BaseException as error:
             if self._link.size > 1:
                 self._failed = f"call {self._number} failed with {reason_of(error)}"
+                if self.is_links_end:
+                    self._link.close_after(error)
             raise
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """What is done meanwhile is done by every rank, or one waits in vain."""
+    try:
+        yield
+    except WireError as error:
+        raise WireError(
+            f"{error}. Has every rank called {what} of the pipeline? All of them must, also those "
+            "that have no use for what it gives."
+        ) from None
 
 
 def _told(announced: Sequence[Any]) -> str:

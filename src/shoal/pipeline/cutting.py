@@ -30,7 +30,7 @@ def named_cuts(crew: Crew, plan: Plan, graph: Graph, inputs: Inputs | None) -> l
         if inputs is not None:
             check_shapes(graph, *inputs())
 
-    _found_by_rank_0(crew, "the shapes of the model", try_shapes)
+    found_by_rank_0(crew, "the shapes of the model", try_shapes)
     return cuts
 
 
@@ -52,11 +52,11 @@ def best_cuts(
         schedule = make_schedule(plan.schedule, plan.stages, len(parts))
         return choose_cuts_of_batch(graph, named, parts, costs, schedule)
 
-    cuts: list[int] = _found_by_rank_0(crew, "the cuts", choose)
+    cuts: list[int] = found_by_rank_0(crew, "the cuts", choose)
     return cuts
 
 
-def _found_by_rank_0(crew: Crew, what: str, find: Callable[[], Any]) -> Any:
+def found_by_rank_0(crew: Crew, what: str, find: Callable[[], Any]) -> Any:
     """What rank 0 finds, on every rank; or the fault of the model that it finds."""
     found, fault = None, ""
     if crew.rank == 0:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
+from shoal.pipeline.fixed import FixedValues
+from shoal.pipeline.staged import Stubborn
 from shoal.pipeline.trace import (
     changes_in_place,
     inside,
@@ -41,6 +43,10 @@ class Graph:
     """What `forward` calls them."""
     units: list[str]
     """Names of the steps, in order; the same in both modes."""
+    stubborn: Stubborn = field(default_factory=dict)
+    """Modules that train() or eval() of the model does not put into its own mode."""
+    values: FixedValues = field(default_factory=FixedValues)
+    """Plain values that the steps were read with."""
 
     def nodes(self) -> list[fx.Node]:
         """Of the units."""
@@ -72,7 +78,8 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
     """Raises ModelError if the model cannot be read."""
     was_training = {module: module.training for module in model.modules()}
     try:
-        training, evaluating = _both_modes(model, inputs, was_training)
+        training, evaluating, values = _both_modes(model, inputs, was_training)
+        stubborn = _stubborn(model)
     finally:
         for module, mode in was_training.items():
             module.training = mode
@@ -83,19 +90,34 @@ def read(model: nn.Module, inputs: Sequence[str] | None = None) -> Graph:
         [str(node.name) for node in training.nodes if node.op == "placeholder"],
         [str(node.target) for node in training.nodes if node.op == "placeholder"],
         [node.name for node in training.nodes if is_unit(node)],
+        stubborn,
+        values,
     )
 
 
+def _stubborn(model: nn.Module) -> Stubborn:
+    """A train() of the user's may leave out a part, as a batch norm that is to stay as it is."""
+    modes = [
+        {name: each.training for name, each in model.train(mode).named_modules()}
+        for mode in (True, False)
+    ]
+    found = {name: (modes[0][name], modes[1][name]) for name in modes[0] if name}
+    return {name: pair for name, pair in found.items() if pair != (True, False)}
+
+
 def _both_modes(
-    model: nn.Module, inputs: Sequence[str] | None, was_training: Mapping[nn.Module, bool]
-) -> tuple[fx.Graph, fx.Graph]:
+    model: nn.Module,
+    inputs: Sequence[str] | None,
+    was_training: Mapping[nn.Module, bool],
+) -> tuple[fx.Graph, fx.Graph, FixedValues]:
     whole: set[str] = set()
     # A whole module asks its own mode, whatever the model's is.
     others = {n for n, each in model.named_modules() if was_training[each] != was_training[model]}
     while True:
-        training = trace(model.train(), inputs, whole)
+        values = FixedValues()
+        training = trace(model.train(), inputs, whole, values)
         known = set(whole)
-        evaluating = trace(model.eval(), inputs, whole)
+        evaluating = trace(model.eval(), inputs, whole, values)
         if whole != known:  # what is whole in one mode is so in the other
             continue
         different = _different_steps(training, evaluating)
@@ -103,7 +125,7 @@ def _both_modes(
             asking = [n for n in _asking_the_mode(training, evaluating) if inside(n) in others]
             if any(keep_whole(node, whole) for node in asking):
                 continue
-            return training, evaluating
+            return training, evaluating, values
         if not any(keep_whole(node, whole) for node in different):
             raise ModelError(
                 f"{type(model).__name__}.forward takes other steps in eval() than in train(); a "
@@ -247,11 +269,16 @@ def tensors_used(graph: Graph) -> list[set[Place]]:
 
 
 def tensors_held(graph: Graph) -> list[set[Place]]:
-    """Of each unit: the parameters and buffers that its stage must have."""
+    """Of each unit: the parameters and buffers that its stage must have, in either mode."""
+    modes = (_held(graph, nodes) for nodes in (graph.training.nodes, graph.evaluating.nodes))
+    return [one | other for one, other in zip(*modes, strict=True)]
+
+
+def _held(graph: Graph, nodes: fx.graph._node_list) -> list[set[Place]]:
     found = []
-    kept = {node.name: node for node in graph.training.nodes if node.op == "get_attr"}
-    roots = memory_roots(graph.model, graph.training.nodes)
-    for node in graph.nodes():
+    kept = {node.name: node for node in nodes if node.op == "get_attr"}
+    roots = memory_roots(graph.model, nodes)
+    for node in filter(is_unit, nodes):
         used: set[Place] = set()
         if node.op == "call_module":
             module = graph.model.get_submodule(str(node.target))
@@ -261,7 +288,7 @@ def tensors_held(graph: Graph) -> list[set[Place]]:
             sources += [kept[root] for root in roots[node.name] & kept.keys()]
         used |= {place_of(attribute(graph.model, str(source.target))) for source in sources}
         found.append(used)
-    output = next(node for node in graph.training.nodes if node.op == "output")
+    output = next(node for node in nodes if node.op == "output")
     for source in output.all_input_nodes:  # what the model returns is put together by its last unit
         if source.op == "get_attr" and found:
             found[-1].add(place_of(attribute(graph.model, str(source.target))))

@@ -13,7 +13,7 @@ from torch import fx
 
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph
-from shoal.pipeline.trace import changes_in_place
+from shoal.pipeline.trace import changes_in_place, is_unit
 from shoal.pipeline.views import memory_roots
 
 
@@ -29,13 +29,18 @@ class _Change(NamedTuple):
 
 
 def _changes(graph: Graph) -> Iterator[_Change]:
+    for mode in (graph.training, graph.evaluating):
+        yield from _changes_in(graph, mode)
+
+
+def _changes_in(graph: Graph, mode: fx.Graph) -> Iterator[_Change]:
     number = {name: i for i, name in enumerate(graph.units)}
     names = [*graph.names(), "the output"]
     told = dict(zip(graph.inputs, graph.input_names, strict=True))
     told |= dict(zip(graph.units, names, strict=False))
-    roots = memory_roots(graph.model, graph.training.nodes)
+    roots = memory_roots(graph.model, mode.nodes)
     users = graph.users()
-    for node in graph.nodes():
+    for node in filter(is_unit, mode.nodes):
         if not (changes_in_place(node, graph.model) and node.all_input_nodes):
             continue
         here = number[node.name]
@@ -78,4 +83,4 @@ def check_in_place(graph: Graph, cuts: Sequence[int]) -> None:
     """Raises ModelError where a step changes what is used later, and a cut comes between."""
     faults = [it.fault for it in _changes(graph) if any(it.first < cut <= it.last for cut in cuts)]
     if faults:
-        raise ModelError(faults)
+        raise ModelError(list(dict.fromkeys(faults)))

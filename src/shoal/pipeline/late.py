@@ -21,9 +21,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from shoal.pipeline.staged import StageModule, graphs_of, uses
 from shoal.pipeline.steps import StepByStep
 
 KINDS: tuple[type[nn.Module], ...] = (
@@ -59,13 +60,13 @@ class Place:
 class Late:
     """The layers of a stage whose weight gradients can wait."""
 
-    def __init__(self, modules: Sequence[nn.Module], *, is_first: bool) -> None:
-        """modules: the stage's, of either mode, with the same parameters.
+    def __init__(self, module: nn.Module, *, is_first: bool) -> None:
+        """module: the stage's.
 
         is_first: nobody waits for gradients of that stage, and it puts nothing off.
         """
-        self._layers = [] if is_first else _layers(modules)
-        self._modules = modules
+        self._layers = [] if is_first else _layers(module)
+        self._module = module
         self._is_checked = False
 
     @contextmanager
@@ -107,7 +108,7 @@ class Late:
             torch.autograd.backward(roots, gradients)
             return False
         later = {id(weight) for place in places for weight in place.layer.parameters()}
-        now = [weight for weight in _trainable(self._modules[0]) if id(weight) not in later]
+        now = [weight for weight in _trainable(self._module) if id(weight) not in later]
         ends: list[Any] = [*leaves, *now, *(place.edge for place in places)]
         torch.autograd.backward(roots, gradients, retain_graph=True, inputs=ends)
         return True
@@ -124,13 +125,13 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
-def _layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def _layers(module: nn.Module) -> list[nn.Module]:
     """Layers that are steps of their own, with weights that no other step uses.
 
-    If one did, their gradients would be sums of which a half has only a part.
+    If one did, their gradients would be sums of which a half has only a part. Nor those of which a
+    call does more than the layer: nobody knows which half that belongs to.
     """
-    found = [attrgetter(path)(module) for module in modules for path in _uses(module)]
-    used = {id(it): it for it in found}
+    used = {id(it): it for it in (attrgetter(path)(module) for path in _uses(module))}
     users: dict[int, set[int]] = defaultdict(set)
     for it in used.values():
         for tensor in it.parameters() if isinstance(it, nn.Module) else [it]:
@@ -138,7 +139,9 @@ def _layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [
         it
         for it in used.values()
-        if type(it) in KINDS and all(users[id(weight)] == {id(it)} for weight in it.parameters())
+        if type(it) in KINDS
+        and all(users[id(weight)] == {id(it)} for weight in it.parameters())
+        and not (it._forward_hooks or it._forward_pre_hooks or "forward" in vars(it))
     ]
 
 
@@ -146,9 +149,8 @@ def _uses(module: nn.Module) -> set[str]:
     """Paths of the modules and tensors that the steps of a stage name."""
     if isinstance(module, StepByStep):
         return {path for program in module.programs for path in program.uses}
-    assert isinstance(module, fx.GraphModule)
-    named = ("get_attr", "call_module")
-    return {str(node.target) for node in module.graph.nodes if node.op in named}
+    assert isinstance(module, StageModule)
+    return {path for graph in graphs_of(module) for path in uses(graph)}
 
 
 def _nodes(roots: Iterable[torch.Tensor]) -> Iterable[Node]:

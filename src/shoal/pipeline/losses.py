@@ -73,7 +73,8 @@ def _option(loss: Any, name: str, default: Any) -> Any:
 
 
 def _is_of_classes(loss: Any) -> bool:
-    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or _base(loss) in (
+    """Torch's own: what is derived from them may count otherwise."""
+    return type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) or _base(loss) in (
         functional.cross_entropy,
         functional.nll_loss,
     )

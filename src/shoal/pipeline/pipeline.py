@@ -22,13 +22,20 @@ from shoal.errors import ModelError, SettingsError
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.batches import Batches
-from shoal.pipeline.build import Model, as_module, check_stages, check_state, outline
-from shoal.pipeline.calls import Calls
+from shoal.pipeline.build import (
+    Model,
+    as_module,
+    check_stages,
+    check_state,
+)
+from shoal.pipeline.calls import Calls, together
 from shoal.pipeline.chance import Chance
-from shoal.pipeline.cutting import best_cuts, named_cuts
+from shoal.pipeline.comparison import Comparison
+from shoal.pipeline.cutting import best_cuts, found_by_rank_0, named_cuts
 from shoal.pipeline.graph import Graph, check_shared, modules_in, read
 from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.losses import loss_of_part, part_weights
+from shoal.pipeline.outline import outline
 from shoal.pipeline.over_stages import OverStages, thinks_in_vectors
 from shoal.pipeline.plan import (
     Plan,
@@ -92,6 +99,8 @@ class Pipeline:
         """There are gradients that no update has used."""
         self._chance: Chance | None = None
         self._graph: Graph | None = None
+        self._comparison: Comparison | None = None
+        """With the model itself, in the first call."""
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
@@ -106,6 +115,7 @@ class Pipeline:
         self._batches = Batches(inputs, plan)
         shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
         self._whole = Whole(crew, link, self._ranks, shapes)
+        self._values = graph.values
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
@@ -139,9 +149,10 @@ class Pipeline:
         self.modules = [modules_in(graph, units) for units in stretches]
         """Of each stage: names of the model's own modules."""
         seed = self.plan.seed if self._is_own_init else None
+        self._comparison = Comparison.of(graph, self.routes, self.plan, is_here=not self._crew.rank)
         given = (self._crew, self._link, self.layout, graph, self.routes)
-        stage, self._stray = weighted_stage(*given, seed)
-        self._graph = None  # and with it the other stages' parameters
+        stage, self._names, self._stray = weighted_stage(*given, seed)
+        self._graph = None  # and, after the first call, the other stages' parameters
         self._stage = stage
         if self._crew.size > 1:  # alone, it is one process
             self._chance = Chance(self._crew.rank, self._crew.device)
@@ -149,6 +160,16 @@ class Pipeline:
         self._optimizer = self._make_optimizer()
         if self._mode is not None:
             stage.module.train(self._mode)
+
+    def _compare(self, x: Tree, y: Tree = None) -> None:
+        """With the model itself, once, by the first samples of the first batch."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:
+            found_by_rank_0(
+                self._crew,
+                "the model in stages",
+                lambda: comparison.check(self._batches.inputs(x)[0], y, self._mode),
+            )
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.plan.optimizer is None:
@@ -249,6 +270,7 @@ class Pipeline:
         if self.plan.loss is None:
             raise ModelError("pipeline() was given no loss=, so there is nothing to go back from.")
         self.prepare(x)
+        self._compare(x, y)
         parts, inputs = self._begin("step", x)
         if not parts[0].total:
             raise ModelError("x: the batch is empty, so there is nothing to learn from.")
@@ -333,6 +355,7 @@ class Pipeline:
     def _begin(self, what: str, x: Tree) -> tuple[list[Share], list[dict[str, Tree]]]:
         """The shares of the micro-batches and, in stage 0, their inputs."""
         is_training = self.module.training
+        self._values.check()
         if self.stage_number > 0:
             with self.timeline.span("wait"):
                 samples = self._calls.hear(what, is_training=is_training)
@@ -363,6 +386,7 @@ class Pipeline:
         everywhere: False leaves it in the last stage, and the others get None.
         """
         self.prepare(x)
+        self._compare(x)
         parts, inputs = self._begin("inference", x)
         outputs: list[Tree] = []
 
@@ -372,7 +396,8 @@ class Pipeline:
         with torch.no_grad(), self._calls.to_its_end():
             self._run(self._schedule("", len(parts)), inputs, finish)
         if not self.is_last:
-            return self._link.recv(self._ranks[-1], "output") if everywhere else None
+            with together("pipe(x)"):
+                return self._link.recv(self._ranks[-1], "output") if everywhere else None
         output = micro_batches.join(outputs, parts)
         if everywhere:
             micro_batches.check_output(output)
@@ -388,11 +413,11 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole, on rank 0, as a plain model's, and a copy; empty on the others."""
-        return self._whole.gather({**self.module.state_dict(), **self._stray})
+        return self._whole.gather({**self.module.state_dict(), **self._stray}, self._names)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """A whole state, and nothing else, on rank 0; the others may give None."""
-        self._whole.spread(state, self.module, self._stray)
+        self._whole.spread(state, self.module, self._stray, self._names)
 
     def close(self) -> None:
         self._averages.close()

@@ -1,7 +1,7 @@
 """A stage as data, for a worker that has torch and shoal but none of the user's code; and back.
 
     boss                                               worker
-    data, tensors = to_data(training, evaluating)
+    data, tensors = to_data(stage)
     pack(data) ── bytes ─────────────────────────────> module = from_data(unpack(...), allowed)
     tensors    ── a message ─────────────────────────> fill(module, ...)
 
@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.errors import ModelError
 from shoal.pipeline import known, literals
 from shoal.pipeline.literals import Literal, NotPlain
 from shoal.pipeline.sources import sources_of
+from shoal.pipeline.staged import StageModule, graphs_of, stubborn_in
 from shoal.pipeline.steps import Step, steps_of
 from shoal.wire.slots import DTYPE_NAMES
 
@@ -73,6 +74,8 @@ class Data(_Data, frozen=True):
     training: list[Step]
     evaluating: list[Step] | None = None
     """None: the same."""
+    stubborn: dict[str, tuple[bool, bool]] = {}
+    """Modules that do not follow train() and eval(): the mode that they then have."""
 
 
 def pack(data: Data) -> bytes:
@@ -101,43 +104,20 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 # -- to data ---------------------------------------------------------------------------------------
 
 
-def to_data(
-    training: fx.GraphModule, evaluating: fx.GraphModule | None = None
-) -> tuple[Data, dict[str, torch.Tensor]]:
+def to_data(stage: StageModule) -> tuple[Data, dict[str, torch.Tensor]]:
     """A stage as data; and the tensors that must go with it, by name: all that have values.
 
-    evaluating: the same stage in the other mode. Raises ModelError with all that cannot be sent.
+    Raises ModelError with all that cannot be sent.
     """
-    modes = [training] if evaluating is None else [training, evaluating]
-    root = _joined(modes[0], modes[-1])
     writer = _Writer()
-    writer.module(root)
-    programs = [steps_of(mode.graph, writer.faults) for mode in modes]
-    if faults := list(dict.fromkeys([*writer.faults, *_shared_memory(root)])):
+    writer.module(stage)
+    programs = [steps_of(graph, writer.faults) for graph in graphs_of(stage)]
+    if faults := list(dict.fromkeys([*writer.faults, *_shared_memory(stage)])):
         raise ModelError(faults)
     other = programs[-1] if programs[-1] != programs[0] else None
-    data = Data(writer.tensors, writer.modules, writer.sources, programs[0], other)
-    return data, {n: t.detach() for n, t in tensors_in(root).items() if not t.is_meta}
-
-
-def _joined(one: nn.Module, other: nn.Module, path: str = "") -> nn.Module:
-    """What two modules hold together: on the way to the model's own, fx makes modules anew."""
-    made = nn.Module()
-    made.training = one.training
-    for name in one._modules | other._modules:
-        child = one._modules.get(name, other._modules.get(name))
-        twin = other._modules.get(name, child)
-        if child is not None and twin is not None and child is not twin:
-            inner = _under(path, name)
-            if type(child) is not nn.Module or type(twin) is not nn.Module:
-                raise ModelError(f"{inner} is another module in eval() than in train().")
-            child = _joined(child, twin, inner)
-        made._modules[name] = child
-    made._parameters.update(one._parameters | other._parameters)
-    made._buffers.update(one._buffers | other._buffers)
-    for each in (one, other):
-        made._non_persistent_buffers_set.update(each._non_persistent_buffers_set)
-    return made
+    stubborn = stubborn_in(stage)
+    data = Data(writer.tensors, writer.modules, writer.sources, programs[0], other, stubborn)
+    return data, {n: t.detach() for n, t in tensors_in(stage).items() if not t.is_meta}
 
 
 def _under(path: str, name: str) -> str:
@@ -173,7 +153,7 @@ class _Writer:
         written = ModuleData(
             self._kind(module, who) if path else "",
             module.training,
-            self._attributes(module, who),
+            self._attributes(module, who) if path else {},
             self._tensors(module._parameters, path),
             self._tensors(module._buffers, path),
             sorted(module._non_persistent_buffers_set & set(module._buffers)),

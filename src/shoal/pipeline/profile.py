@@ -15,7 +15,6 @@ from torch import fx, nn
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
-from shoal.pipeline.build import is_on_meta, materialise
 from shoal.pipeline.graph import (
     Graph,
     attribute,
@@ -26,6 +25,7 @@ from shoal.pipeline.graph import (
 )
 from shoal.pipeline.in_place import changed_in_place
 from shoal.pipeline.late import KINDS
+from shoal.pipeline.meta import is_on_meta, materialise
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule

@@ -45,6 +45,10 @@ def from_data(data: Data, allowed: Allowed) -> StepByStep:
     assert isinstance(root, StepByStep)
     programs = [data.training] if data.evaluating is None else [data.training, data.evaluating]
     root.programs = tuple(read_steps(steps, root) for steps in programs)
+    known_paths = {path for path, _ in root.named_modules(remove_duplicate=False)}
+    if strangers := [path for path in data.stubborn if path not in known_paths]:
+        raise ModelError(f"there is no module {strangers[0][:200]!r} in this stage.")
+    root.stubborn = dict(data.stubborn)
     return root
 
 

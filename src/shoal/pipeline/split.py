@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.routes import Routes
-from shoal.pipeline.trace import changes_in_place
-from shoal.pipeline.views import memory_roots
+from shoal.pipeline.staged import StageModule
+from shoal.pipeline.trace import changes_in_place, is_unit, is_unknown
+from shoal.pipeline.views import memory_roots, shares_with
 
-OUTPUT = "output"
-"""The name of what the model returns, among the values that stages make."""
+OUTPUT = "the output"
+"""What the model returns, among the values that stages make: no step is called so."""
 
 
-def stage_module(graph: Graph, routes: Routes, stage: int, *, training: bool) -> fx.GraphModule:
+def stage_module(graph: Graph, routes: Routes, stage: int) -> StageModule:
     """The part of the model that is computed in `stage`: places in, values for others out.
 
     Takes, in order, the model's inputs (stage 0) or the values of its ports; returns the list of
     values that `values_made` names. It shares modules and parameters with the model.
     """
-    whole = graph.training if training else graph.evaluating
+    training, evaluating = (
+        _part(graph, routes, stage, whole) for whole in (graph.training, graph.evaluating)
+    )
+    return StageModule(graph.model, training, evaluating, graph.stubborn)
+
+
+def _part(graph: Graph, routes: Routes, stage: int, whole: fx.Graph) -> fx.Graph:
+    """The steps of a stage, of all those of a mode."""
     part = fx.Graph()
     units = routes.units_of(stage)
     mine = set(graph.units[units.start : units.stop])
     entering = graph.inputs if stage == 0 else [port.value for port in routes.ports[stage]]
     known = {value: part.placeholder(value) for value in entering}
     """What stands for a value here."""
+    changed = _changed_in_place(graph, whole, mine)
     for value in entering:
-        if value in _changed_in_place(graph, whole, mine):
+        if value in changed:
             # Autograd lets nobody change a leaf, nor should the caller's x change.
             known[value] = part.call_function(torch.clone, (known[value],))
 
@@ -49,18 +58,7 @@ def stage_module(graph: Graph, routes: Routes, stage: int, *, training: bool) ->
             outputs.append(known[value])
     part.output(outputs)
     part.lint()
-    module = fx.GraphModule(graph.model, part, f"Stage{stage}")
-    _leave_constants_out(module, graph.model)
-    return module
-
-
-def _leave_constants_out(module: nn.Module, model: nn.Module) -> None:
-    """Of the state: fx makes buffers of all tensors that forward() takes from anywhere."""
-    names = set(model.state_dict())
-    for path, owner in module.named_modules():
-        for name, _ in owner.named_buffers(recurse=False):
-            if (f"{path}.{name}" if path else name) not in names:
-                owner._non_persistent_buffers_set.add(name)
+    return part
 
 
 def _changed_in_place(graph: Graph, whole: fx.Graph, mine: set[str]) -> set[str]:
@@ -79,3 +77,14 @@ def values_made(graph: Graph, routes: Routes, stage: int) -> list[str]:
     row = [*graph.inputs, *graph.units] if stage == 0 else graph.units
     made = [name for name in row if name in wanted]
     return [*made, OUTPUT] if stage == routes.num_stages - 1 else made
+
+
+def values_kept(graph: Graph, routes: Routes, stage: int) -> list[str]:
+    """Of the values that a stage makes: those whose memory a module may keep, and change later."""
+    kept: set[str] = set()
+    for whole in (graph.training, graph.evaluating):
+        for node in filter(is_unit, whole.nodes):
+            shared = {source.name for source in shares_with(node, graph.model)}
+            if is_unknown(node, graph.model) or shared & kept:
+                kept.add(node.name)
+    return [name for name in values_made(graph, routes, stage) if name in kept]

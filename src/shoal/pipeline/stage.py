@@ -8,7 +8,7 @@ begins with.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,12 @@ from shoal.pipeline.graph import Graph
 from shoal.pipeline.late import Late, Place
 from shoal.pipeline.lying import Lying, as_it_lay, as_sent, packed, unpacked
 from shoal.pipeline.routes import Routes
-from shoal.pipeline.split import OUTPUT, stage_module, values_made
+from shoal.pipeline.split import (
+    OUTPUT,
+    stage_module,
+    values_kept,
+    values_made,
+)
 from shoal.wire.front import SMALL_BYTES
 from shoal.wire.tree import Tree, arrives_as_it_is, tensors_of, with_tensors
 
@@ -59,7 +64,7 @@ class _Entrance(torch.autograd.Function):
     def forward(ctx: Any, leaf: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
         ctx.found = found
         ctx.set_materialize_grads(False)
-        return leaf.view_as(leaf)
+        return leaf.detach()  # not a view, which a module that is kept whole could not change
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -90,24 +95,24 @@ class Stage:
         self,
         routes: Routes,
         number: int,
-        training: nn.Module,
-        evaluating: nn.Module,
+        module: nn.Module,
         *,
         inputs: Sequence[str],
         makes: Sequence[str],
+        keeps: Collection[str] = (),
     ) -> None:
-        """training, evaluating: the same parameters, and the steps of either mode.
+        """module: takes the steps of its mode.
 
-        inputs: names of the model's inputs. makes: names of what the modules return.
+        inputs: names of the model's inputs. makes: names of what the module returns. keeps: those
+        of them whose memory a module of the user's may change later.
         """
         self.number = number
         self.routes = routes
         self.is_last = number == routes.num_stages - 1
-        self.module = training
-        self._evaluating = [evaluating]
-        """In a list: not a second child with the same parameters."""
+        self.module = module
         self._makes = makes
-        self._late = Late([training, evaluating], is_first=number == 0)
+        self._keeps = keeps
+        self._late = Late(module, is_first=number == 0)
         ports = routes.ports[number]
         self._takes = list(inputs) if number == 0 else [port.value for port in ports]
         later = {port.value for each in routes.ports[number + 1 :] for port in each}
@@ -119,18 +124,22 @@ class Stage:
     @classmethod
     def of(cls, graph: Graph, routes: Routes, number: int) -> Stage:
         """The stage of that number of a model."""
-        training, evaluating = (
-            stage_module(graph, routes, number, training=mode) for mode in (True, False)
-        )
+        module = stage_module(graph, routes, number)
         makes = values_made(graph, routes, number)
-        return cls(routes, number, training, evaluating, inputs=graph.inputs, makes=makes)
+        return cls(
+            routes,
+            number,
+            module,
+            inputs=graph.inputs,
+            makes=makes,
+            keeps=values_kept(graph, routes, number),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that it computes with: parameters, buffers of its state or not, and constants."""
         return {
             name: tensor.detach()
-            for module in (self.module, *self._evaluating)
-            for found in (module.named_parameters, module.named_buffers)
+            for found in (self.module.named_parameters, self.module.named_buffers)
             for name, tensor in found(remove_duplicate=False)
         }
 
@@ -166,15 +175,14 @@ class Stage:
                     kept.copies.add(name)
                 else:
                     values[name], kept.came[name] = arrivals_of(*content)
-        module = self.module if self.module.training else self._evaluating[0]
         takes = [values[name] for name in self._takes]
         before = self._versions(values)
         if not torch.is_grad_enabled():
-            made = dict(zip(self._makes, module(*takes), strict=True))
+            made = dict(zip(self._makes, self.module(*takes), strict=True))
             self._check_unchanged(before, values)
             return made
         with self._late.noting() as kept.places:
-            made = dict(zip(self._makes, module(*takes), strict=True))
+            made = dict(zip(self._makes, self.module(*takes), strict=True))
         self._check_unchanged(before, values)
         for value, tree in made.items():
             if value != OUTPUT:
@@ -218,19 +226,19 @@ class Stage:
         return [
             first[id(tree)]
             if isinstance(tree, torch.Tensor) and first[id(tree)] != number
-            else _content(self._apart_from_buffers(tree))
+            else _content(self._for_good(names[number], tree))
             for number, tree in enumerate(values)
         ]
 
-    def _apart_from_buffers(self, tree: Tree) -> Tree:
+    def _for_good(self, name: str, tree: Tree) -> Tree:
         """Copies of what a layer keeps, and changes with the next micro-batch, before this went."""
         buffers = {_where(buffer) for buffer in self._large_buffers}
-        if not buffers:
+        if not buffers and name not in self._keeps:
             return tree
         return with_tensors(
             tree,
             {
-                path: t.clone() if _where(t) in buffers else t
+                path: t.clone() if _where(t) in buffers or name in self._keeps else t
                 for path, t in tensors_of(tree).items()
             },
         )

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 from torch import fx, nn
@@ -24,6 +24,7 @@ from torch import fx, nn
 from shoal.errors import ModelError
 from shoal.pipeline import known, literals
 from shoal.pipeline.literals import Build, NotPlain
+from shoal.pipeline.staged import Stubborn, set_stubborn
 
 MAX_STEPS = 100_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
@@ -122,6 +123,12 @@ class StepByStep(nn.Module):
         super().__init__()
         self.programs: tuple[Program, ...] = ()
         """For training, and for evaluating."""
+        self.stubborn: Stubborn = {}
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        set_stubborn(self, self.stubborn)
+        return self
 
     def forward(self, *given: Any) -> Any:
         program = self.programs[0 if self.training else -1]

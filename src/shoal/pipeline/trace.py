@@ -20,10 +20,13 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
+from shoal.pipeline.dice import Dice
+from shoal.pipeline.fixed import FixedValues
+from shoal.pipeline.keeping import as_it_was
+from shoal.pipeline.reach import reachable
 from shoal.pipeline.unseen import (
     OPERATORS_IN_PLACE,
     BufferProxy,
-    Dice,
     Line,
     Reading,
     StepProxy,
@@ -31,11 +34,13 @@ from shoal.pipeline.unseen import (
     WatchingWrites,
     fault_of_call,
     first_difference,
+    is_users,
     memory_in,
     memory_of,
     surroundings,
     users_line,
     watching_attributes,
+    watching_reads,
 )
 
 WAYS_OUT = (
@@ -56,6 +61,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, model: nn.Module, whole: set[str]) -> None:
         super().__init__()
+        self.values = FixedValues()
         self.failed: str = ""
         """The innermost module in which tracing failed."""
         self._first: Exception | None = None
@@ -66,13 +72,17 @@ class _Tracer(fx.Tracer):
         self._is_noting = False
         self._qualname_counter = Counter()  # fx has one for all readings; two must number alike
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-        self._modules = set(model.modules())
+        self._modules = {module: path for path, module in model.named_modules()}
         self._memory = memory_in(model)
         self._around = surroundings()
-        self._dice = Dice()
+        self._dice = Dice(reachable(model))
 
     def read(self, model: nn.Module, fixed: dict[str, Any]) -> fx.Graph:
-        with watching_attributes(self._check_attribute), WatchingWrites(self._check_write):
+        with (
+            watching_attributes(self._check_attribute),
+            watching_reads(self._note_read),
+            WatchingWrites(self._check_write, self._check_question),
+        ):
             graph = self.trace(model, fixed)
         self._check_dice()
         if self._first is not None:  # and a forward() has caught it
@@ -157,6 +167,10 @@ class _Tracer(fx.Tracer):
         if module in self._modules and not self._is_noting:
             self._refuse(f"sets the attribute {name!r}, as it would not do with every batch")
 
+    def _note_read(self, module: nn.Module, name: str, value: Any) -> None:
+        if module in self._modules and is_users(sys._getframe(2)):
+            self.values.note(self._modules[module], module, name, value)
+
     def _check_write(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         is_step = any(isinstance(each, fx.Proxy) for each in args)
         is_models = memory_of(tensor) in self._memory
@@ -164,6 +178,10 @@ class _Tracer(fx.Tracer):
             self._refuse("changes in place a tensor that it made, which would be made only once")
         if is_models and not is_step:
             self._refuse("changes a tensor of the model, as it would not do with every batch")
+
+    def _check_question(self, tensor: torch.Tensor) -> None:
+        if memory_of(tensor) in self._memory:
+            self._refuse("asks whether a weight is trained (requires_grad), which may change")
 
     def _refuse(self, what: str) -> NoReturn:
         self._stop(Unseen(what))
@@ -195,13 +213,17 @@ _LINE, _INSIDE = "shoal_line", "shoal_inside"
 
 
 def trace(
-    model: nn.Module, inputs: Sequence[str] | None = None, whole: set[str] | None = None
+    model: nn.Module,
+    inputs: Sequence[str] | None = None,
+    whole: set[str] | None = None,
+    values: FixedValues | None = None,
 ) -> fx.Graph:
     """The graph of `model`, as it computes in its present mode (train or eval).
 
     inputs: names of those parameters of `forward` that are given with every batch. Default: those
         that have no default. The others keep their defaults.
     whole: names of modules that are to be kept whole; gets those that have to be.
+    values: gets the plain values that the steps were read with.
     """
     if fault := fault_of_call(model):
         raise ModelError(fault)
@@ -210,12 +232,9 @@ def trace(
     taken = list(inputs) if inputs is not None else _required(model)
     fixed = _fixed(model, taken)
     whole = set() if whole is None else whole
-    dice = Dice()
-    try:
-        while (graph := _read_twice(model, fixed, whole)) is None:
-            pass
-    finally:
-        dice.put_back()
+    values = values or FixedValues()
+    while (graph := _read_twice(model, fixed, whole, values)) is None:
+        pass
     graph = _without_guards(graph, model, fixed)
     if faults := _signature_faults(graph, model):
         raise ModelError(faults)
@@ -252,26 +271,30 @@ def _signature_faults(graph: fx.Graph, model: nn.Module) -> list[str]:
     return faults
 
 
-def _read_twice(model: nn.Module, fixed: dict[str, Any], whole: set[str]) -> fx.Graph | None:
+def _read_twice(
+    model: nn.Module, fixed: dict[str, Any], whole: set[str], values: FixedValues
+) -> fx.Graph | None:
     """With gradients and without, which must be the same.
 
     None: there is one more in `whole`, and the model is to be read anew.
     """
     readings: list[Reading] = []
-    for has_gradients in (True, False):
-        with torch.set_grad_enabled(has_gradients):
-            tracer = _Tracer(model, whole)
+    read_with = FixedValues()
+    with as_it_was(model):
+        for has_gradients in (True, False):
             known = set(vars(model))
-            try:
-                graph = tracer.read(model, fixed)
-            except Exception as error:
-                if tracer.failed and tracer.failed not in whole:
-                    whole.add(tracer.failed)
-                    return None
-                raise ModelError(_unreadable(model, error)) from error
-            finally:
-                made = {name: vars(model).pop(name) for name in set(vars(model)) - known}
+            with torch.set_grad_enabled(has_gradients):
+                tracer = _Tracer(model, whole)
+                try:
+                    graph = tracer.read(model, fixed)
+                except Exception as error:
+                    if tracer.failed and tracer.failed not in whole:
+                        whole.add(tracer.failed)
+                        return None
+                    raise ModelError(_unreadable(model, error)) from error
+            made = {name: vars(model).pop(name) for name in set(vars(model)) - known}
             readings.append(Reading(graph, made))
+            read_with.add(tracer.values)
     different = first_difference(*readings)
     if different is not None:
         if keep_whole(different, whole):
@@ -284,6 +307,7 @@ def _read_twice(model: nn.Module, fixed: dict[str, Any], whole: set[str]) -> fx.
         )
     for name, constant in readings[0].constants.items():
         setattr(model, name, constant)
+    values.add(read_with)
     return readings[0].graph
 
 
@@ -374,6 +398,14 @@ def _is_of_the_users(node: fx.Node) -> bool:
     """A function that torch.fx.wrap keeps from being read: it may do more than give something."""
     module = str(getattr(node.target, "__module__", None) or "torch")
     return node.op == "call_function" and module.split(".")[0] not in _NO_USERS
+
+
+def is_unknown(node: fx.Node, model: nn.Module) -> bool:
+    """Whether nobody knows what a step does to memory: it is the user's, and was not read."""
+    if node.op == "call_module":
+        kind = type(model.get_submodule(str(node.target)))
+        return kind.__module__.split(".")[0] not in _NO_USERS
+    return _is_of_the_users(node)
 
 
 def is_unit(node: fx.Node) -> bool:

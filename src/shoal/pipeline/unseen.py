@@ -12,7 +12,6 @@ import dis
 import itertools
 import linecache
 import operator
-import random
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -85,43 +84,6 @@ def surroundings() -> dict[str, object]:
     }
 
 
-# -- random numbers --------------------------------------------------------------------------------
-
-
-class Dice:
-    """The random numbers of this process: torch's, Python's and, where it is loaded, numpy's."""
-
-    def __init__(self) -> None:
-        self._torch = torch.random.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = getattr(numpy, "random", None)
-        self._of_numpy = self._numpy.get_state() if self._numpy else ()
-
-    def put_back(self) -> None:
-        torch.random.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        if self._numpy:
-            self._numpy.set_state(self._of_numpy)
-
-    def were_thrown(self) -> bool:
-        """Since this was made."""
-        now = Dice()
-        return not (
-            torch.equal(self._torch, now._torch)
-            and all(map(torch.equal, self._cuda, now._cuda))
-            and self._python == now._python
-            and list(map(_plain, self._of_numpy)) == list(map(_plain, now._of_numpy))
-        )
-
-
-def _plain(part: Any) -> Any:
-    return part.tobytes() if hasattr(part, "tobytes") else part
-
-
 # -- what a model keeps ----------------------------------------------------------------------------
 
 
@@ -141,17 +103,49 @@ def watching_attributes(told: Callable[[nn.Module, str], None]) -> Iterator[None
         nn.Module.__setattr__ = before  # type: ignore[method-assign]
 
 
-class WatchingWrites(TorchFunctionMode):
-    """Meanwhile, each tensor that is about to get other values is told of, with all arguments."""
+@contextmanager
+def watching_reads(told: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
+    """Meanwhile, each attribute of a module that is not torch's own affair is told of when read."""
+    kind: Any = nn.Module
+    read = object.__getattribute__
 
-    def __init__(self, told: Callable[[torch.Tensor, tuple[Any, ...]], None]) -> None:
+    def read_and_tell(module: nn.Module, name: str) -> Any:
+        value = read(module, name)
+        if isinstance(value, _PLAIN) and name != "training":
+            told(module, name, value)
+        return value
+
+    kind.__getattribute__ = read_and_tell
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
+
+
+_PLAIN = (bool, int, float, complex, str, list, tuple, dict)
+
+
+class WatchingWrites(TorchFunctionMode):
+    """Meanwhile, each tensor that is about to get other values is told of, with all arguments.
+
+    And each that the user's code asks whether it needs a gradient.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[torch.Tensor, tuple[Any, ...]], None],
+        asked: Callable[[torch.Tensor], None] = lambda tensor: None,
+    ) -> None:
         super().__init__()
         self._told = told
+        self._asked = asked
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _ASKS and is_users(sys._getframe(1)):
+            self._asked(args[0])
         given = (*args, *kwargs.values())  # torch.nn.init gives its tensor by name
         written = [*(given[:1] if _writes(func) else ()), kwargs.get("out")]
         for each in written:
@@ -161,6 +155,7 @@ class WatchingWrites(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_ASKS = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _OTHER_WRITES = frozenset({torch.Tensor.__setitem__, torch.Tensor.data.__set__})  # type: ignore[attr-defined]
 
@@ -217,12 +212,12 @@ class StepProxy(fx.Proxy):
         return type(self)
 
     def __hash__(self) -> int:
-        if _is_users(frame := sys._getframe(1)) and _instruction(frame) == "CONTAINS_OP":
+        if is_users(frame := sys._getframe(1)) and _instruction(frame) == "CONTAINS_OP":
             self.tracer._refuse("looks for a value in a set or a dict")  # type: ignore[attr-defined]
         return id(self)
 
     def __getattr__(self, name: str) -> StepAttribute:
-        if _is_users(frame := sys._getframe(1)) and _calls(frame, "hasattr"):
+        if is_users(frame := sys._getframe(1)) and _calls(frame, "hasattr"):
             self.tracer._refuse("asks what kind of thing a value is (hasattr)")  # type: ignore[attr-defined]
         return StepAttribute(self, name)
 
@@ -242,13 +237,13 @@ def _asks_for_a_kind(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_code in _ON_BEHALF:
         return frame is not None
-    if not _is_users(frame):
+    if not is_users(frame):
         return False
     # Functions of torch that are written in C ask too, of all that they are given.
     return _instruction(frame) in ("LOAD_ATTR", "MATCH_CLASS") or _calls(frame, "isinstance")
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 

@@ -76,7 +76,7 @@ def _all_of_torchs() -> frozenset[str]:
     return frozenset(torch._C._dispatch_get_all_op_names())
 
 
-def _shares_with(node: fx.Node, model: nn.Module) -> list[fx.Node]:
+def shares_with(node: fx.Node, model: nn.Module) -> list[fx.Node]:
     """The values whose memory a step may give back."""
     first = node.all_input_nodes[:1]
     if changes_in_place(node, model):
@@ -99,7 +99,7 @@ def memory_roots(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, set[st
     roots: dict[str, set[str]] = {}
     for node in nodes:
         found: set[str] = set()
-        for source in _shares_with(node, model) if is_unit(node) else []:
+        for source in shares_with(node, model) if is_unit(node) else []:
             found |= roots.get(source.name, {source.name})
         roots[node.name] = found or {node.name}
     return roots

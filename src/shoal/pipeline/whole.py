@@ -11,9 +11,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shoal.crew import Crew
 from shoal.errors import ModelError
+from shoal.pipeline.calls import together
+from shoal.pipeline.names import Names, State
 from shoal.wire.link import Link
-
-State = dict[str, torch.Tensor]
 
 
 def total_norm(norms: list[torch.Tensor]) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Whole:
             values.mul_(scale)
         return total
 
-    def gather(self, mine: State) -> State:
+    def gather(self, mine: State, names: Names) -> State:
         """The parts of all ranks, on rank 0, as a copy; empty on the others."""
         if 0 not in self.ranks:
             return {}
@@ -65,29 +65,36 @@ class Whole:
             self.link.send(mine, 0, "state")
             return {}
         state = {name: tensor.clone() for name, tensor in mine.items()}
-        for rank in self.ranks[1:]:
-            state |= self.link.recv(rank, "state")
+        with together("state_dict()"):
+            for rank in self.ranks[1:]:
+                state |= self.link.recv(rank, "state")
+        state = names.completed(state)
         return {name: state[name] for name in self.shapes}
 
     def spread(
-        self, state: Mapping[str, torch.Tensor] | None, module: nn.Module, stray: State
+        self,
+        state: Mapping[str, torch.Tensor] | None,
+        module: nn.Module,
+        stray: State,
+        names: Names,
     ) -> None:
         """Of a whole state on rank 0, to every rank of the crew its own part.
 
         stray: what belongs to the state, though no stage has it.
         """
-        names = list(module.state_dict())
+        mine = list(module.state_dict())
         faults = self._faults(state or {}) if self.crew.rank == 0 else []
-        told = self.crew.exchange("names of parameters", [names, faults])
+        told = self.crew.exchange("names of parameters", [mine, faults])
         if told[0][1]:
             raise ModelError(told[0][1])
         if self.crew.rank != 0:
             module.load_state_dict(self.link.recv(0, "state"))
             return
         assert state is not None
+        state = names.completed(names.last(state))
         for rank in range(1, self.crew.size):
             self.link.send({name: state[name] for name in told[rank][0]}, rank, "state")
-        module.load_state_dict({name: state[name] for name in names})
+        module.load_state_dict({name: state[name] for name in mine})
         for name, tensor in stray.items():
             tensor.copy_(state[name])
 

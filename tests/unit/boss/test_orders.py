@@ -37,6 +37,7 @@ ORDERS: list[Order] = [
         ports=[[], [("relu", 0), ("x", 0)]],
         inputs=["x"],
         makes=["output"],
+        keeps=[],
         module=b"\x00\xff" * 100,
         seed=None,
     ),

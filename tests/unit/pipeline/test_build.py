@@ -13,16 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.pipeline.build import (
-    as_module,
-    check_stages,
-    check_state,
-    is_on_meta,
-    materialise,
-    outline,
-)
+from shoal.pipeline.build import as_module, check_stages, check_state
 from shoal.pipeline.graph import read
 from shoal.pipeline.layer import Layer
+from shoal.pipeline.meta import is_on_meta, materialise
+from shoal.pipeline.outline import outline
 from shoal.pipeline.routes import route
 from shoal.pipeline.split import OUTPUT
 from shoal.pipeline.stage import Stage
@@ -112,7 +107,7 @@ def test_outlines_of_equal_models_are_equal() -> None:
         on_meta = ConvNet()
     assert outline(read(on_meta)) == outline(read(ConvNet()))
     lines = outline(read(ConvNet()))
-    assert lines[0].startswith("steps ")
+    assert lines[0].startswith("step layer1_0: call_module ")
     assert "fc.weight float32 (10, 1568)" in lines
 
 
@@ -454,8 +449,20 @@ def loaded(model: nn.Sequential) -> None:
 
 
 def copied(model: nn.Sequential) -> None:
-    model.append(copy.deepcopy(model[0]))
-    nn.init.zeros_(model[2].weight)  # here
+    model.append(copy.deepcopy(model[0]))  # here
+
+
+class FromOutside(nn.Module):
+    """Gives weights of a layer inside it their values, which may be in another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.empty(WIDTH)), square()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.inner.weight)
 
 
 @pytest.mark.parametrize("init", [constant, by_data, a_row, applied, replaced, loaded, copied])
@@ -475,6 +482,43 @@ def test_values_that_would_be_lost_on_meta_are_told(init: Callable[[nn.Sequentia
     assert text.count(f"\n  {__file__}:{line}: ") == 1
     assert "Ways out: give the model itself" in text
     assert not is_on_meta(as_module(make()))  # which is the way out
+
+
+def test_an_outer_layer_that_gives_inner_ones_values_is_told() -> None:
+    """It was called only where its own weights were."""
+    with pytest.raises(ModelError, match=r"nn\.init\.zeros_\(self\.inner\.weight\)"):
+        as_module(lambda: nn.Sequential(square(), FromOutside()))
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones_like(self.weight))
+
+
+def test_buffers_that_are_made_of_weights_are_told() -> None:
+    """Their memory was whatever lay there."""
+    with pytest.raises(ModelError, match=r"1\.mask, a buffer that is made of weights"):
+        as_module(lambda: nn.Sequential(square(), Masked()))
+
+
+def test_hooks_and_attributes_of_weights_are_kept() -> None:
+    def make() -> nn.Module:
+        layer = square()
+        layer.weight.register_hook(lambda gradient: gradient * 0)
+        layer.bias.no_decay = True
+        layer.bias.register_post_accumulate_grad_hook(add)
+        return layer
+
+    def add(bias: Tensor) -> None:
+        bias.grad.add_(7)
+
+    model = as_module(make)
+    materialise(model, 0, torch.device("cpu"))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert not model.weight.grad.any()
+    assert model.bias.no_decay is True
+    assert model.bias.grad.eq(9).all()
 
 
 def test_weights_that_reset_parameters_leaves_out_are_told() -> None:
@@ -523,6 +567,36 @@ def test_layers_made_on_meta_that_cannot_be_given_weights_are_named_together() -
         model = Silent()
     with pytest.raises(ModelError, match=r"^Silent \(Silent\) has no reset_parameters"):
         materialise(model, 5, CPU)
+
+
+def test_constants_that_differ_from_rank_to_rank_are_seen() -> None:
+    """A permutation, say, that each rank has drawn for itself."""
+
+    class Permutes(nn.Module):
+        def __init__(self, order: list[int]) -> None:
+            super().__init__()
+            self.order, self.table = order, torch.tensor(order)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, self.order]
+
+    one, other = (outline(read(nn.Sequential(square(), Permutes(o)))) for o in ([0, 1], [1, 0]))
+    differing = [line for line in one if line not in other]
+    assert len(differing) == 2
+    assert differing[0].startswith("step getitem: call_function ")
+    assert differing[1].startswith("1.table of the values ")
+
+
+def test_tensors_that_have_some_memory_in_common() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data[2:]
+    model[2].weight.data = model[0].weight.data[:2]
+    with pytest.raises(ModelError) as caught:
+        check_state(model)
+    assert [fault.partition(" have")[0] for fault in caught.value.faults] == [
+        "0.weight and 1.weight",
+        "0.weight and 2.weight",
+    ]
 
 
 class Noted(nn.Linear):

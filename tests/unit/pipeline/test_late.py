@@ -100,6 +100,17 @@ def without_input_gradient() -> nn.Module:
     return nn.Sequential(frozen(square()), square(), nn.ReLU(), square())
 
 
+def hooked_output() -> nn.Module:
+    """Its gradient is scaled by a hook, which was called for each of the halves."""
+
+    def scale(layer: nn.Module, given: object, made: Tensor) -> None:
+        made.register_hook(lambda gradient: gradient * 0.5)
+
+    model = nn.Sequential(square(), square(), square())
+    model[1].register_forward_hook(scale)
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "layers in a row": (lambda: nn.Sequential(*(square() for _ in range(4))), 3),
     "convolutions": (
@@ -125,6 +136,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "computed again": (lambda: nn.Sequential(square(), Recomputed(False), square()), 1),
     "computed again, reentrant": (lambda: nn.Sequential(square(), Recomputed(True), square()), 0),
     "a layer that the loss does not need": (Unused, 2),
+    "a layer with a hook on what it gives": (hooked_output, 1),
     "layers that are no linear ones": (
         lambda: nn.Sequential(square(), nn.LayerNorm(WIDTH), nn.PReLU()),
         0,

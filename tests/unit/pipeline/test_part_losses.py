@@ -26,9 +26,18 @@ def rows(*shape: int) -> torch.Tensor:
     return made.requires_grad_()
 
 
+class Focal(nn.CrossEntropyLoss):
+    """A mean over samples, though what it is derived from is one over classes."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = F.cross_entropy(input, target, weight=self.weight, reduction="none")
+        return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "target", "reduction"),
     [
+        (Focal(weight=WEIGHT), PADDED.clamp(min=0), "mean"),
         (F.cross_entropy, PADDED, "mean"),
         (nn.CrossEntropyLoss(weight=WEIGHT), PADDED, "mean"),
         (nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.0), PADDED.clamp(min=0), "mean"),

@@ -16,15 +16,17 @@ from torch.nn.utils import parametrizations
 
 from shoal import Layer
 from shoal.errors import ModelError
-from shoal.pipeline.build import as_module, is_on_meta, materialise
+from shoal.pipeline.build import as_module
 from shoal.pipeline.graph import Graph, read
 from shoal.pipeline.known import Allowed
 from shoal.pipeline.layers import model_of
+from shoal.pipeline.meta import is_on_meta, materialise
 from shoal.pipeline.portable import pack, tensors_in, to_data, unpack
 from shoal.pipeline.rebuild import fill, from_data
-from shoal.pipeline.routes import Routes, route
-from shoal.pipeline.split import stage_module, values_made
+from shoal.pipeline.routes import route
+from shoal.pipeline.split import OUTPUT, stage_module, values_made
 from shoal.pipeline.stage import Stage
+from shoal.pipeline.staged import StageModule
 from shoal.pipeline.steps import StepByStep
 from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
 from shoal.wire.tree import tensors_of, with_tensors
@@ -220,14 +222,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
 # -- there and back --------------------------------------------------------------------------------
 
 
-def both_modes(graph: Graph, routes: Routes, stage: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    train, evaluate = (stage_module(graph, routes, stage, training=t) for t in (True, False))
-    return train, evaluate
-
-
-def sent(*modules: fx.GraphModule, allowed: Allowed | None = None) -> StepByStep:
+def sent(stage: StageModule, allowed: Allowed | None = None) -> StepByStep:
     """As a worker has it in the end. Values are copied, as on a wire."""
-    data, tensors = to_data(*modules)
+    data, tensors = to_data(stage)
     made = from_data(unpack(pack(data)), allowed or Allowed())
     assert all(tensor.is_meta for tensor in tensors_in(made).values())
     assert fill(made, {name: tensor.clone() for name, tensor in tensors.items()}) == []
@@ -281,14 +278,13 @@ def check_stages(graph: Graph, inputs: Sequence[Any], cuts: list[int], training:
     routes = route(graph, cuts)
     values = dict(zip(graph.inputs, inputs, strict=True))
     for stage in range(routes.num_stages):
-        modes = both_modes(graph, routes, stage)
-        rebuilt = sent(*modes)
-        original = modes[0] if training else modes[1]
+        module = stage_module(graph, routes, stage)
+        rebuilt = sent(module)
         names = graph.inputs if stage == 0 else [port.value for port in routes.ports[stage]]
         entering = [values[name] for name in names]
-        ran = run(original, entering, training)
+        ran = run(module, entering, training)
         assert_same(run(rebuilt, entering, training), ran)
-        check_state(rebuilt, modes[0])
+        check_state(rebuilt, module)
         values |= zip(values_made(graph, routes, stage), ran.made, strict=True)
 
 
@@ -314,16 +310,16 @@ def test_every_stage_of_every_cut_is_the_same(case: str, training: bool) -> None
         check_stages(graph, inputs(), cuts, training)
 
 
-def whole(model: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
+def whole(model: nn.Module) -> StageModule:
     graph = read(model)
-    return both_modes(graph, route(graph, []), 0)
+    return stage_module(graph, route(graph, []), 0)
 
 
 def test_both_modes_are_one_module() -> None:
     """The steps differ, all that they use is there once."""
     model = Constants()
-    train, evaluate = whole(model)
-    data, tensors = to_data(train, evaluate)
+    stage = whole(model)
+    data, tensors = to_data(stage)
     assert data.evaluating is not None
     assert data.evaluating != data.training
     assert list(tensors) == [
@@ -334,11 +330,11 @@ def test_both_modes_are_one_module() -> None:
         *("kept", "passing", "_tensor_constant0", "_tensor_constant1"),
         *("_tensor_constant2", "_tensor_constant3"),
     ]
-    assert set(sent(train, evaluate).state_dict()) == set(model.state_dict())
+    assert set(sent(stage).state_dict()) == set(model.state_dict())
 
 
 def test_steps_that_are_the_same_in_both_modes_are_sent_once() -> None:
-    data, _ = to_data(*whole(MnistCnn()))
+    data, _ = to_data(whole(MnistCnn()))
     assert data.evaluating is None
 
 
@@ -347,16 +343,16 @@ def test_one_mode_alone() -> None:
     graph = fx.Graph()
     output, target = graph.placeholder("output"), graph.placeholder("target")
     graph.output(graph.call_function(F.cross_entropy, (output, target), {"reduction": "sum"}))
-    made = sent(fx.GraphModule(nn.Module(), graph))
+    made = sent(StageModule(nn.Module(), graph))
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     for training in (True, False):
         assert torch.equal(made.train(training)(x, y), F.cross_entropy(x, y, reduction="sum"))
 
 
 def test_what_is_tied_stays_tied() -> None:
-    made = sent(*whole(Tied()))
+    made = sent(whole(Tied()))
     assert made.get_parameter("out.weight") is made.get_parameter("embedding.weight")
-    data, tensors = to_data(*whole(Tied()))
+    data, tensors = to_data(whole(Tied()))
     assert "embedding.weight" in tensors
     assert "out.weight" not in tensors
     assert len(data.tensors) == len(tensors)
@@ -372,7 +368,7 @@ def test_a_module_with_two_names_stays_one() -> None:
     graph.output([graph.call_module("inner.one", (graph.call_module("inner.other.0", (x,)),))])
     root = nn.Module()
     root.inner = inner
-    module = fx.GraphModule(root, graph)
+    module = StageModule(root, graph)
     module.inner = inner
     made = sent(module)
     assert made.get_submodule("inner.one") is made.get_submodule("inner.other.0")
@@ -382,9 +378,9 @@ def test_a_module_with_two_names_stays_one() -> None:
 
 def test_flags_of_modules_are_kept() -> None:
     model = nn.Sequential(square(), nn.Dropout(0.25))
-    train, _ = whole(model)
-    train.get_submodule("0").eval()
-    made = sent(train)
+    stage = whole(model)
+    stage.get_submodule("0").eval()
+    made = sent(stage)
     assert not made.get_submodule("0").training
     assert made.get_submodule("1").training
     assert made.get_submodule("1").p == 0.25
@@ -392,14 +388,14 @@ def test_flags_of_modules_are_kept() -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     model = nn.Sequential(nn.Dropout(torch.rand(1).numpy()[0]), nn.LayerNorm(WIDTH))
-    made = sent(*whole(model))
+    made = sent(whole(model))
     assert made.get_submodule("0").p == model[0].p
     assert type(made.get_submodule("0").p) is float
 
 
 def test_a_copy_is_a_copy() -> None:
     """What is looked up when a step is taken is looked up in the module that takes it."""
-    made = sent(*whole(nn.Sequential(square(), nn.Tanh())))
+    made = sent(whole(nn.Sequential(square(), nn.Tanh())))
     twin = copy.deepcopy(made)
     x = torch.randn(2, WIDTH)
     before = made(x)[0]
@@ -410,14 +406,14 @@ def test_a_copy_is_a_copy() -> None:
 
 
 def test_it_can_move() -> None:
-    made = sent(*whole(Recurrent())).double()
+    made = sent(whole(Recurrent())).double()
     h = made(torch.randn(5, 2, WIDTH, dtype=torch.float64))[0][1]
     assert h.dtype == torch.float64
-    assert sent(*whole(Constants())).double()(torch.randn(2, WIDTH).double())[0].dtype == h.dtype
+    assert sent(whole(Constants())).double()(torch.randn(2, WIDTH).double())[0].dtype == h.dtype
 
 
 def test_values_are_freed_when_nobody_needs_them() -> None:
-    made = sent(*whole(nn.Sequential(*[square() for _ in range(4)])))
+    made = sent(whole(nn.Sequential(*[square() for _ in range(4)])))
     alive: list[weakref.ref[Tensor]] = []
     at_the_end: list[int] = []
 
@@ -433,7 +429,7 @@ def test_values_are_freed_when_nobody_needs_them() -> None:
 
 
 def test_an_error_names_the_step() -> None:
-    made = sent(*whole(nn.Sequential(square(), nn.Tanh(), square())))
+    made = sent(whole(nn.Sequential(square(), nn.Tanh(), square())))
     with pytest.raises(RuntimeError) as caught:
         made(torch.randn(2, WIDTH + 1))
     assert caught.value.__notes__ == ["in layer 0 of this stage"]
@@ -448,7 +444,7 @@ def test_weights_can_be_made_where_they_are() -> None:
         return nn.Sequential(square(), nn.BatchNorm1d(WIDTH), nn.LSTM(WIDTH, 4))
 
     model = as_module(net, seed=7)
-    data, tensors = to_data(*whole(model))
+    data, tensors = to_data(whole(model))
     assert list(tensors) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     made = from_data(unpack(pack(data)), Allowed())
     missing = fill(made, tensors)
@@ -468,16 +464,16 @@ def test_a_stage_that_works_with_it() -> None:
     x = {graph.inputs[0]: torch.randn(3, WIDTH)}
 
     def stage(number: int) -> Stage:
-        module = sent(*both_modes(graph, routes, number))
+        module = sent(stage_module(graph, routes, number))
         makes = values_made(graph, routes, number)
-        return Stage(routes, number, module, module, inputs=graph.inputs, makes=makes)
+        return Stage(routes, number, module, inputs=graph.inputs, makes=makes)
 
     def results(stages: list[Stage]) -> Iterator[Tensor]:
         for training in (True, False):
             for each in stages:
                 each.module.train(training)
             made = stages[0].forward((0, 0), x, {})
-            out = stages[1].forward((0, 0), {}, {0: stages[0].parcel(made, 1)})["output"]
+            out = stages[1].forward((0, 0), {}, {0: stages[0].parcel(made, 1)})[OUTPUT]
             stages[1].keep_loss((0, 0), out.sum())
             stages[0].backward((0, 0), {1: stages[1].backward((0, 0), {})[0]})
             while stages[1].backward_weights():
@@ -497,7 +493,7 @@ def test_a_stage_that_works_with_it() -> None:
 
 def faults_of(model: nn.Module) -> list[str]:
     with pytest.raises(ModelError) as caught:
-        to_data(*whole(model))
+        to_data(whole(model))
     return caught.value.faults
 
 
@@ -591,7 +587,7 @@ def test_a_layer_without_a_shape() -> None:
     lazy = nn.Sequential(nn.LazyLinear(3))
     assert "0.weight has no shape yet: run the model once before it is sent." in faults_of(lazy)
     lazy(torch.randn(2, WIDTH))
-    assert sent(*whole(lazy)).get_submodule("0").in_features == WIDTH
+    assert sent(whole(lazy)).get_submodule("0").in_features == WIDTH
 
 
 class Pair(NamedTuple):
@@ -621,7 +617,7 @@ class Foreign(nn.Module):
 def test_steps_that_are_no_operations_all_at_once() -> None:
     graph = fx.Tracer().trace(Foreign())
     with pytest.raises(ModelError) as caught:
-        to_data(fx.GraphModule(Foreign(), graph))
+        to_data(StageModule(Foreign(), graph))
     here = __name__
     known = "is no operation that workers know: those of torch, operator and math are. Write it "
     way = "with those, or inside a module that is kept whole."
@@ -640,7 +636,7 @@ def test_an_argument_that_is_no_plain_value() -> None:
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.relu, (x,), {"a": {1: torch.qint8}}))
     with pytest.raises(ModelError, match=r"step relu: among its arguments is a torch\.dtype"):
-        to_data(fx.GraphModule(nn.Module(), graph))
+        to_data(StageModule(nn.Module(), graph))
 
 
 def test_a_class_that_workers_could_not_find() -> None:

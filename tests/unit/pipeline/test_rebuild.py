@@ -462,8 +462,7 @@ def small_stage() -> bytes:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(0), nn.BatchNorm1d(1), nn.GRU(1, 1))
     graph = read(model)
     routes = route(graph, [])
-    pair = [stage_module(graph, routes, 0, training=mode) for mode in (True, False)]
-    return pack(to_data(*pair)[0])
+    return pack(to_data(stage_module(graph, routes, 0))[0])
 
 
 SMALL = small_stage()
@@ -546,7 +545,7 @@ class Reef:
         """As a boss sends it; then what it has imported is forgotten."""
         model = self.model()
         graph = read(model)
-        data, tensors = to_data(stage_module(graph, route(graph, []), 0, training=True))
+        data, tensors = to_data(stage_module(graph, route(graph, []), 0))
         self.forget()
         return data, tensors, model
 
@@ -649,7 +648,7 @@ def files(reef: Reef) -> dict[str, Path]:
 def sent_gate(reef: Reef) -> Data:
     script: Any = importlib.import_module("reef_net.script")
     graph = read(nn.Sequential(script.reef_net.gates.Gate()))
-    data, _ = to_data(stage_module(graph, route(graph, []), 0, training=True))
+    data, _ = to_data(stage_module(graph, route(graph, []), 0))
     reef.forget()
     return data
 

@@ -418,7 +418,7 @@ def test_a_part_shares_the_models_own_parameters_and_has_no_others() -> None:
     model = ConvNet()
     graph = read(model)
     routes = route(graph, at(model, "layer2", "fc"))
-    parts = [stage_module(graph, routes, number, training=True) for number in range(3)]
+    parts = [stage_module(graph, routes, number) for number in range(3)]
     names = [[name for name, _ in part.named_parameters()] for part in parts]
     assert names[1] == ["layer2.0.weight", "layer2.0.bias", "layer2.1.weight", "layer2.1.bias"]
     assert [each for own in names for each in own] == [n for n, _ in model.named_parameters()]

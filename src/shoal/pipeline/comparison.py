@@ -1,0 +1,336 @@
+"""The stages of a model, compared with the model itself before they are trained.
+
+torch.fx reads what it sees, and a forward() may do more (unseen.py): then the stages would be
+another model. Nobody can think of all the ways. So rank 0, which still has the whole model, lets it
+compute a few samples, forward and backward, and lets all stages do the same, one after the other;
+outputs, gradients and buffers must be the same. Weights are somewhat other ones than when the model
+was read: what was taken for a constant then, and is none, shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from shoal.errors import ModelError
+from shoal.pipeline.borders import Borders
+from shoal.pipeline.graph import Graph
+from shoal.pipeline.keeping import as_it_was
+from shoal.pipeline.losses import Loss, loss_of_part
+from shoal.pipeline.meta import is_on_meta, materialise
+from shoal.pipeline.plan import Plan
+from shoal.pipeline.routes import Routes
+from shoal.pipeline.runner import Runner
+from shoal.pipeline.schedule import backward_only, forward_only
+from shoal.pipeline.stage import Stage
+from shoal.pipeline.timeline import Timeline
+from shoal.pipeline.trace import WAYS_OUT
+from shoal.pipeline.unseen import memory_of
+from shoal.wire.link import Job
+from shoal.wire.memory import MemoryLink
+from shoal.wire.tree import Tree, tensors_of, with_tensors
+
+FEW = 4
+"""Samples: more, up to a whole batch, only for a model that does not take so few."""
+SPREAD = 0.01
+"""How much other its weights are."""
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+}
+"""Relative to the largest element; of shorter numbers the next."""
+TOLERANCE_OF_SHORT = 0.05
+ROOM = 0.5
+"""Of the free memory: what the copies of weights and gradients may take."""
+MADE_BYTES = 64 * 2**20
+"""Of weights: up to so many are made on one rank, of a model that nobody has whole."""
+
+log = logging.getLogger("shoal.pipeline")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of a batch: what the model is given, by value, and what the loss is, if that is known."""
+
+    inputs: dict[str, Tree]
+    target: Tree = None
+    loss: Loss | None = None
+    reduction: str = "mean"
+
+    def first(self, count: int) -> Samples:
+        cut = [_first(each, count) for each in (self.inputs, self.target)]
+        return Samples(cut[0], cut[1], self.loss, self.reduction)
+
+    def loss_of(self, output: Any) -> torch.Tensor | None:
+        """To go back from; None: nothing in the output needs a gradient."""
+        if self.loss is not None and self.target is not None:
+            loss = loss_of_part(self.loss, output, self.target, 1.0, self.reduction)
+            return loss if loss.requires_grad else None
+        needing = [t for t in tensors_of(output).values() if t.requires_grad]
+        sums = [(_real(t) * _ramp(_real(t))).sum() for t in needing]
+        return torch.stack([each.double() for each in sums]).sum() if sums else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """By what a user calls them: outputs, gradients and buffers."""
+
+    values: dict[str, torch.Tensor | None]
+
+    @classmethod
+    def of(cls, model: nn.Module, output: Any, trained: set[int] | None = None) -> Outcome:
+        """trained: ids of the weights whose gradients count; None: all do."""
+        found: dict[str, torch.Tensor | None] = {}
+        for path, tensor in tensors_of(output).items():
+            found["the output" + "".join(f"[{key!r}]" for key in path)] = tensor.detach()
+        for name, weight in model.named_parameters():
+            is_trained = trained is None or id(weight) in trained
+            found[f"the gradient of {name}"] = weight.grad if is_trained else None
+        for name, buffer in model.named_buffers():
+            found[f"the buffer {name}"] = buffer.detach().clone()
+        return cls(found)
+
+    def difference(self, other: Outcome) -> str:
+        """The first, in words; nothing: they are the same."""
+        for name in self.values | other.values:
+            if fault := _difference(self.values.get(name), other.values.get(name)):
+                return f"{name} {fault}."
+        return ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of the stages of a model, which is still whole, with the model itself."""
+
+    routes: Routes
+    plan: Plan
+    graph: Graph | None
+    """On the rank that compares."""
+
+    @classmethod
+    def of(cls, graph: Graph, routes: Routes, plan: Plan, *, is_here: bool) -> Comparison | None:
+        """None where there can be none: of a model that is too large to be made for it.
+
+        is_here: whether it is this rank that compares.
+        """
+        if not is_on_meta(graph.model):
+            return cls(routes, plan, graph if is_here else None)
+        if sum(weight.nbytes for weight in graph.model.parameters()) > MADE_BYTES:
+            return None
+        made = replace(graph, model=copy.deepcopy(graph.model)) if is_here else None
+        return cls(routes, plan, made)
+
+    def check(self, inputs: dict[str, Tree], target: Tree, mode: bool | None) -> None:
+        """Raises ModelError if the stages are another model.
+
+        mode: what train() or eval() has said; None: every part has the mode that it came in.
+        """
+        assert self.graph is not None
+        samples = Samples(inputs, target, self.plan.loss, self.plan.reduction)
+        count = min((len(t) for t in tensors_of(inputs).values() if t.dim()), default=1)
+        model = self.graph.model
+        if not _has_room(model):
+            log.info("the stages are not compared with the model: there is too little memory")
+            return
+        materialise(model, self.plan.seed, torch.device("cpu"))
+        for is_training in dict.fromkeys((mode, False)) if count else ():
+            for few, spread in ((FEW, SPREAD), (FEW, 0.0), (count, 0.0)):
+                with as_it_was(model, with_weights=True):
+                    if is_training is not None:
+                        model.train(is_training)
+                    _disturb(model, spread)
+                    if self._is_done(
+                        samples.first(few), goes_back=model.training and mode is not False
+                    ):
+                        break
+
+    def _is_done(self, samples: Samples, *, goes_back: bool) -> bool:
+        """False: the model does not take these samples. Raises ModelError."""
+        assert self.graph is not None
+        model = self.graph.model
+        try:
+            alone = _outcome(self.graph, samples, goes_back)
+        except Exception:  # the model's own fault, or too few samples: the first step will tell
+            return False
+        borders = Borders(_names_by_memory(model))
+        try:
+            in_stages = _outcome_of_stages(self.graph, self.routes, samples, goes_back, borders)
+            faults = [*borders.faults, alone.difference(in_stages)]
+        except ModelError:
+            raise
+        except Exception as error:
+            faults = [f"a stage fails where the model does not: {error}"]
+        if any(faults):
+            if again := alone.difference(_outcome(self.graph, samples, goes_back)):
+                log.warning(
+                    "the stages of %s could not be compared with it: it does not compute the same "
+                    "when it is called again with the same samples (%s)",
+                    type(model).__name__,
+                    again,
+                )
+                return True
+            raise ModelError(_told(model, faults))
+        return True
+
+
+def _told(model: nn.Module, faults: Sequence[str]) -> str:
+    what = type(model).__name__
+    shown = "\n".join(f"  {fault}" for fault in faults if fault)
+    return (
+        f"{what} in stages is not {what}. Both computed the first samples of the batch, and:\n"
+        f"{shown}\nSomething that {what} does is not seen by torch.fx, or reaches over a cut. "
+        + WAYS_OUT
+    )
+
+
+# -- the model, and its stages ---------------------------------------------------------------------
+
+
+def _outcome(graph: Graph, samples: Samples, goes_back: bool) -> Outcome:
+    """Of the model itself."""
+    model = graph.model
+    given = {
+        name: samples.inputs[value]
+        for value, name in zip(graph.inputs, graph.input_names, strict=True)
+    }
+    with as_it_was(model), torch.set_grad_enabled(goes_back):
+        _forget_gradients(model)
+        output = model(**_copied(given))
+        loss = samples.loss_of(output) if goes_back else None
+        if loss is not None:
+            loss.backward()
+        return Outcome.of(model, output)
+
+
+def _outcome_of_stages(
+    graph: Graph, routes: Routes, samples: Samples, goes_back: bool, borders: Borders
+) -> Outcome:
+    model, count = graph.model, routes.num_stages
+    stages = [Stage.of(graph, routes, number) for number in range(count)]
+    links = _Messages.crew(count)
+    for link in links:
+        link.borders = borders
+    runners = [
+        Runner(stage, link, range(count), Timeline())
+        for stage, link in zip(stages, links, strict=True)
+    ]
+    owned = [{memory_of(tensor) for tensor in stage.tensors().values()} for stage in stages]
+    outputs: list[Any] = []
+
+    def finish(number: int, output: Any) -> torch.Tensor | None:
+        outputs.append(output)
+        return samples.loss_of(output) if goes_back else None
+
+    inputs = _copied(samples.inputs)
+    with as_it_was(model), torch.set_grad_enabled(goes_back):
+        _forget_gradients(model)
+        for number, runner in enumerate(runners):
+            with borders.around(number, owned[number]):
+                runner.run(forward_only(count, 1), feed=lambda _: inputs, finish=finish)
+        for number, runner in reversed(list(enumerate(runners)) if goes_back else []):
+            with borders.around(number, owned[number]):
+                runner.run(backward_only(count, 1))
+        trained = {id(weight) for stage in stages for weight in stage.module.parameters()}
+        return Outcome.of(model, outputs[0], trained)
+
+
+class _Messages(MemoryLink):
+    """Between stages: what crosses a border here may do so."""
+
+    borders: Borders
+
+    def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
+        with self.borders.crossed():
+            return super().isend(tree, to, tag, lend=lend)
+
+
+def _forget_gradients(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.grad = None
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, str]:
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return {memory_of(tensor): name for name, tensor in named}
+
+
+# -- samples and values ----------------------------------------------------------------------------
+
+
+def _first(tree: Tree, count: int) -> Tree:
+    rows = {path: t[:count] if t.dim() else t for path, t in tensors_of(tree).items()}
+    return with_tensors(tree, rows)
+
+
+def _copied(tree: Tree) -> Tree:
+    """What a step in place may change."""
+    return with_tensors(tree, {path: t.detach().clone() for path, t in tensors_of(tree).items()})
+
+
+def _disturb(model: nn.Module, spread: float) -> None:
+    """Somewhat other weights, of which zeros are none any more; other buffers, of the same sign."""
+    generator = torch.Generator().manual_seed(0)
+    seen: set[int] = set()
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()] if spread else []
+    for tensor in tensors:
+        least = spread / 10 if isinstance(tensor, nn.Parameter) else 0.0
+        memory = memory_of(tensor)
+        if memory in seen or not tensor.is_floating_point() or 0 in tensor.stride():
+            continue
+        seen.add(memory)
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+        tensor.data.mul_(1 + spread * noise).add_(least * noise)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _ramp(tensor: torch.Tensor) -> torch.Tensor:
+    """Other factors for other elements, so that no two count alike."""
+    steps = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.float64)
+    return torch.cos(steps).reshape(tensor.shape).to(tensor.dtype)
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> str:
+    """In words; nothing: they are the same, but for rounding. None stands for zeros."""
+    if one is None or other is None:
+        present = one if one is not None else other
+        if present is None:
+            return ""
+        one, other = (torch.zeros_like(present) if each is None else each for each in (one, other))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"is {_kind(one)} in the model and {_kind(other)} in stages"
+    if one.is_sparse or other.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
+    if torch.equal(one, other) or not one.numel():
+        return ""
+    if not (one.is_floating_point() or one.is_complex()):
+        return "is not the same"
+    first, second = one.to(torch.complex128), other.to(torch.complex128)
+    is_same = (first == second) | (first.isnan() & second.isnan())
+    gap = torch.where(is_same, 0.0, (first - second).abs())
+    finite = torch.where(first.isfinite(), first.abs(), 0.0)
+    most = TOLERANCE.get(one.dtype, TOLERANCE_OF_SHORT) * float(finite.max())
+    if float(gap.nan_to_num(torch.inf, torch.inf).max()) <= most:
+        return ""
+    return f"differs by {float(gap.max()):.3g} (its largest element is {float(finite.max()):.3g})"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _has_room(model: nn.Module) -> bool:
+    """For another set of weights, and two of gradients."""
+    needed = 3 * sum(weight.nbytes for weight in model.parameters())
+    return bool(needed <= ROOM * psutil.virtual_memory().available)

@@ -1,0 +1,544 @@
+"""Stages against the model itself: what torch.fx reads wrongly, and what reaches over a cut.
+
+Each of the models below was once trained as another one, without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from shoal.errors import ModelError
+from shoal.pipeline import comparison
+from shoal.pipeline.build import as_module
+from shoal.pipeline.comparison import Comparison
+from shoal.pipeline.graph import read
+from shoal.pipeline.losses import Loss
+from shoal.pipeline.plan import Plan
+from shoal.pipeline.routes import route
+from shoal.train.models.zoo import ConvNet, MnistCnn, ResidualMlp, TutorialCnn
+
+WIDTH = 6
+
+
+def square() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def rows(count: int = 8, *shape: int) -> Tensor:
+    return torch.randn(count, *(shape or (WIDTH,)), generator=torch.Generator().manual_seed(1))
+
+
+def compare(
+    model: nn.Module,
+    cuts: list[int] | None = None,
+    loss: Loss | None = F.mse_loss,
+    x: Tensor | None = None,
+    mode: bool | None = None,
+) -> None:
+    """By all cuts, one at a time, unless some are given."""
+    graph = read(model)
+    x = rows() if x is None else x
+    y = torch.zeros(len(x), WIDTH) if loss else None
+    for row in [[cut] for cut in range(1, len(graph.units))] if cuts is None else [cuts]:
+        plan = Plan(stages=len(row) + 1, loss=loss)
+        made = Comparison.of(graph, route(graph, row), plan, is_here=True)
+        assert made is not None
+        made.check({graph.inputs[0]: x}, y, mode)
+
+
+# -- other models ----------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = square(), square()
+
+
+class Adapted(Two):
+    """Weights that a hook computes with, of another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.b.register_forward_hook(lambda _, given, made: made + self.high(self.low(given[0])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class OwnForward(Two):
+    """The same by a forward that is put into a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before = self.b.forward
+        self.b.forward = lambda x: before(x) + self.a(x)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Decoder(nn.Module):
+    """Kept whole: it branches. Its weight is another's, in a list that torch does not look into."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.tied = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.isnan().any() else F.linear(x, self.tied[0].weight.t())
+
+
+class TiedByList(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder(self.b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Scaled(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.other[0].weight.mean()
+
+
+def parametrized() -> nn.Module:
+    model = nn.Sequential(square(), nn.Tanh(), square())
+    parametrize.register_parametrization(model[2], "weight", Scaled(model[0]))
+    return model
+
+
+class Views(Two):
+    """Weights that are parts of a larger one, made beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+        self.first, self.second = self.flat[0], self.flat[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first) @ self.second
+
+
+class Transposed(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = self.b.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x)))) @ self.back
+
+
+class Subscript(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x)) @ self._parameters["w"].T  # type: ignore[union-attr]
+
+
+class Functional(Two):
+    """A layer that is called with other weights than its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        still = {name: weight.detach() for name, weight in self.b.named_parameters()}
+        return torch.func.functional_call(self.b, still, torch.tanh(self.a(x))) + self.b(x)
+
+
+class Penalty(Two):
+    """Differentiates within forward(), over the cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        out = self.b(h) * h
+        (slope,) = torch.autograd.grad(out.sum(), h, create_graph=True)
+        return out + slope
+
+
+class Goes(Two):
+    """Goes back within forward()."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.sum().backward(retain_graph=True)
+        return self.b(torch.tanh(h))
+
+
+class ByDict(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)) * {WIDTH: 3.0}.get(x.shape[-1], 1.0))
+
+
+class ByDtype(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(torch.tanh(h) if x.dtype is torch.float32 else h)
+
+
+class ByNone(Two):
+    """What a layer gives is never None while it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, weights = self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)
+        return self.b(h[:, 0] if weights is None else h[:, 0] * 2)
+
+
+class ByMatch(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        match x.shape:
+            case (_, 6):
+                h = torch.tanh(h)
+        return self.b(h)
+
+
+class ByFailing(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            scale = float(x.shape[1])
+        except TypeError:
+            scale = 1.0
+        return self.b(torch.tanh(self.a(x)) / scale)
+
+
+class Collects(Two):
+    """What hooks collect, and forward() uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.a.register_forward_hook(lambda _, given, made: self.seen.append(made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        h = torch.tanh(self.a(x))
+        return self.b(sum(self.seen, h))
+
+
+class Lossy(Two):
+    """What is kept for the backward pass is rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.round(), lambda t: t):
+            h = torch.tanh(self.a(x))
+        return self.b(h)
+
+
+class SumOfWeights(Two):
+    """A number that is another one after each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            size = sum(weight.norm() for weight in self.parameters())
+        return self.b(torch.tanh(self.a(x))) / size
+
+
+class NumberOfBuffer(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)) * next(self.buffers()).sum().item())
+
+
+class Gives(nn.Module):
+    """Kept whole; gives a dict."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"h": x} if not x.isnan().any() else {}
+
+
+class Updates(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gives = Gives()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.gives(self.a(x))
+        found.update(h=found["h"] * 2)
+        return self.b(found["h"])
+
+
+class Stands(nn.Module):
+    """Kept whole, with a call of its own, which the tracer makes a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = square()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.isnan().any() else self.inner(x)
+
+
+class ChangesView(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            return x
+        x += 1
+        return x * 2
+
+
+class ViewChanged(Two):
+    """A module changes a part of what another stage uses whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = ChangesView()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        part = h[:, :3]
+        return self.b(torch.cat([self.changes(part), h[:, 3:]], 1)) + h
+
+
+@fx.wrap
+def plus_weight(x: Tensor) -> Tensor:
+    return x + OUTSIDE.weight.sum()
+
+
+OUTSIDE = square()
+
+
+class Reaches(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = OUTSIDE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plus_weight(self.b(torch.tanh(self.outside(self.a(x)))))
+
+
+OTHERS: dict[Callable[[], nn.Module], str] = {
+    Adapted: "low.weight, which is not in that stage",
+    OwnForward: "a.weight, which is not in that stage",
+    TiedByList: "b.weight",
+    parametrized: "0.weight, which is not in that stage",
+    Views: "gradient of flat",
+    Transposed: "gradient of b.weight",
+    Subscript: "gradient of w",
+    Functional: "gradient of b.weight",
+    Penalty: "gradient of b.weight",
+    Goes: "the gradient of",
+    ByDict: "the output differs",
+    ByDtype: "the output differs",
+    ByNone: "the output differs",
+    ByMatch: "the output differs",
+    ByFailing: "the output differs",
+    Collects: "the output differs",
+    Lossy: "gradient of",
+    SumOfWeights: "the output differs",
+    NumberOfBuffer: "the output differs",
+    Updates: "the output differs",
+    lambda: nn.Sequential(square(), Stands(), square()): "the output differs",
+    ViewChanged: "differs",
+    Reaches: "outside.weight",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), OTHERS.items(), ids=lambda it: getattr(it, "__name__", "")
+)
+def test_another_model_is_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ModelError, match="in stages is not") as caught:
+        compare(make())
+    assert words in str(caught.value), caught.value
+
+
+def test_a_loss_that_looks_at_the_model() -> None:
+    """In one process it sees all weights; in the last stage only those that are there."""
+    model = nn.Sequential(square(), nn.Tanh(), square())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(
+        ModelError, match=r"stage 1 computes with 0\.weight, which is not in"
+    ) as caught:
+        compare(model, [2], loss)
+    assert "sum(p.square().sum() for p in model.parameters())" in str(caught.value)
+
+
+def test_a_loss_that_looks_at_what_another_stage_has_left() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.size = square(), torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x)
+            self.size = h.square().mean()
+            return h
+
+    model = nn.Sequential(Encoder(), nn.Tanh(), square())
+    encoder: Any = model[0]
+    with pytest.raises(ModelError, match="stage 1 computes with a value of stage 0 that did not"):
+        compare(model, [1], lambda output, target: F.mse_loss(output, target) + encoder.size)
+
+
+def test_what_only_eval_does() -> None:
+    class Asks(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(h * ({WIDTH: 3.0}.get(x.shape[-1], 1.0) if not self.training else 1.0))
+
+    with pytest.raises(ModelError, match="the output differs"):
+        compare(Asks(), [1])
+
+
+# -- the same models -------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Counts, collects, draws and keeps means: all of which is as before afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = (
+            square(),
+            nn.BatchNorm1d(WIDTH),
+            nn.Dropout(),
+            square(),
+        )
+        self.keeps = Keeps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.keeps(self.drop(self.norm(self.a(x)))))
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.seen, self.means = 0, [0.0], {"mean": torch.zeros(WIDTH)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if not x.isnan().any():
+            self.seen.append(x.mean().item())
+            self.means["mean"].mul_(0.9).add_(x.detach().mean(0))
+        return x * len(self.seen) + self.means["mean"]
+
+
+SAME: dict[Callable[[], nn.Module], tuple[int, ...]] = {
+    MnistCnn: (1, 28, 28),
+    ConvNet: (1, 28, 28),
+    TutorialCnn: (1, 28, 28),
+    ResidualMlp: (1,),
+    Noisy: (WIDTH,),
+    lambda: nn.Sequential(square(), nn.ReLU(inplace=True), square()): (WIDTH,),
+    lambda: nn.Sequential(square(), nn.LayerNorm(WIDTH), square().double().float()): (WIDTH,),
+    lambda: nn.Sequential(nn.Embedding(9, WIDTH), nn.Flatten(), square()): (),
+}
+
+
+@pytest.mark.parametrize("mode", [None, True, False], ids=["as it came", "train", "eval"])
+@pytest.mark.parametrize(
+    ("make", "shape"), SAME.items(), ids=lambda it: getattr(it, "__name__", "")
+)
+def test_the_same_model_passes_and_is_as_before(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], mode: bool | None
+) -> None:
+    model = make()
+    before, plain = copy.deepcopy(model), [dict(vars(each)) for each in model.modules()]
+    dice = torch.random.get_rng_state()
+    x = rows(8, *shape) if shape else torch.arange(8) % 9
+    compare(model, loss=None, x=x, mode=mode)
+    assert torch.equal(torch.random.get_rng_state(), dice)
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert all(weight.grad is None for weight in model.parameters())
+    for each, was in zip(model.modules(), plain, strict=True):
+        now = {k: v for k, v in vars(each).items() if not k.startswith("_tensor_constant")}
+        assert now.keys() == was.keys()
+        assert all(now[k] is was[k] for k in now)
+    if isinstance(model, Noisy):
+        keeps = model.keeps
+        assert (keeps.count, keeps.seen, keeps.means["mean"].tolist()) == (0, [0.0], [0.0] * WIDTH)
+
+
+def test_a_model_that_does_not_take_few_samples_is_tried_with_all() -> None:
+    class Fixed(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)).view(8, WIDTH))
+
+    class Wrong(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.a(x)).view(8, WIDTH)
+            return self.b(h * {WIDTH: 3.0}.get(x.shape[-1], 1.0))
+
+    compare(Fixed())
+    with pytest.raises(ModelError, match="the output differs"):
+        compare(Wrong(), [1])
+
+
+def test_a_model_that_never_does_the_same_cannot_be_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its own dice are in a closure, where nobody finds them. It is said, and goes on."""
+    calls = iter(range(1000))
+
+    class Random(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * next(calls) if not x.isnan().any() else x
+
+    with caplog.at_level(logging.WARNING):
+        compare(nn.Sequential(square(), Random(), square()), [1])
+    assert "does not compute the same when it is called again" in caplog.text
+
+
+def test_a_model_that_fails_is_left_to_its_first_step() -> None:
+    graph = read(nn.Sequential(square(), nn.Linear(WIDTH + 1, 2)))
+    made = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True)
+    assert made is not None
+    made.check({graph.inputs[0]: rows()}, None, None)
+
+
+def test_without_room_nothing_is_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(comparison, "ROOM", 0.0)
+    with caplog.at_level(logging.INFO):
+        compare(ByDict(), [1])
+    assert "too little memory" in caplog.text
+
+
+def test_a_small_model_on_meta_is_made_to_be_compared() -> None:
+    """On the rank that compares, and only there."""
+    graph = read(as_module(ByDict))
+    made = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True)
+    assert made is not None
+    with pytest.raises(ModelError, match="the output differs"):
+        made.check({graph.inputs[0]: rows()}, None, None)
+    assert all(weight.is_meta for weight in graph.model.parameters())
+    other = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=False)
+    assert other is not None
+    assert other.graph is None
+
+
+def test_a_large_model_on_meta_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "MADE_BYTES", 100)
+    graph = read(as_module(ByDict))
+    assert Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True) is None
