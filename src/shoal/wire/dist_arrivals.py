@@ -180,15 +180,18 @@ class Arrivals:
         """A message that is all here: a tensor, the only one.
 
         There is room for the next one before anybody is told, and whoever waits then has the
-        interpreter for itself.
+        interpreter for itself. What was copied into place leaves its room to the next: another
+        would be one more to be fetched into the cache.
         """
-        room, is_free = self._room, False
-        self._make_room(self._from_reserve())
-        if not self._inbox.deliver_ready(self._rank, front, [first]):
+        room = self._room
+        if self._inbox.has_places_for(self._rank, front):
             arrival = self._inbox.arrive(self._rank, front)
             is_free = arrival.take(0, room.content)
+            self._make_room(room if is_free else self._from_reserve())
             self._inbox.deliver(arrival)
-        self._reserve = room if is_free else None
+        else:
+            self._make_room(self._from_reserve())
+            self._inbox.deliver_ready(self._rank, front, [first])
 
     def _receive_buffer(self, arrival: Arrival, number: int) -> torch.Tensor | None:
         """Where it came to lie, if that was copied from and is free again."""

@@ -112,14 +112,17 @@ class Inbox:
             arrival.take(number, content)
         self.deliver(arrival)
 
-    def deliver_ready(self, peer: int, front: Front, tensors: list[torch.Tensor]) -> bool:
-        """A message whose tensors are there. Not done where whoever asks for it brought places."""
+    def has_places_for(self, peer: int, front: Front) -> bool:
+        """Whether who gets the message, if somebody has asked for it, has brought places."""
+        with self._lock:
+            jobs = self._queue(peer, front.tag).jobs
+            return bool(jobs) and jobs[0]._into is not None
+
+    def deliver_ready(self, peer: int, front: Front, tensors: list[torch.Tensor]) -> None:
+        """A message whose tensors are there."""
         with self._lock:
             queue = self._queue(peer, front.tag)
-            if queue.jobs and queue.jobs[0]._into is not None:
-                return False
             self._hand_over(queue, front.build(tensors), peer, front)
-            return True
 
     def deliver(self, arrival: Arrival) -> None:
         """The slots are full. Raises WireError if they make no message."""
