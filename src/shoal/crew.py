@@ -283,18 +283,12 @@ def _is_lost_connection(error: RuntimeError) -> bool:
 
 def _differing(one: Any, other: Any) -> tuple[str, str]:
     """Two values; of two lists only what the other has not."""
-    if not (isinstance(one, list) and isinstance(other, list)):
-        return str(one), str(other)
-    only = ([each for each in a if each not in b] for a, b in ((one, other), (other, one)))
-    shown = tuple(", ".join(map(str, each)) for each in only)
-    return (
-        (shown[0] or "nothing else", shown[1] or "nothing else")
-        if any(shown)
-        else (
-            str(one),
-            str(other),
-        )
-    )
+    if isinstance(one, list) and isinstance(other, list):
+        own = ", ".join(str(each) for each in one if each not in other)
+        its = ", ".join(str(each) for each in other if each not in one)
+        if own or its:  # else they differ in order only
+            return own or "nothing else", its or "nothing else"
+    return str(one), str(other)
 
 
 def _plain_reason(error: RuntimeError) -> str:
