@@ -16,15 +16,9 @@ from torch import fx, nn
 
 from shoal.errors import ModelError
 from shoal.pipeline.fixed import FixedValues
+from shoal.pipeline.nodes import changes_in_place, inside, is_unit, line_of
 from shoal.pipeline.staged import Stubborn
-from shoal.pipeline.trace import (
-    changes_in_place,
-    inside,
-    is_unit,
-    keep_whole,
-    line_of,
-    trace,
-)
+from shoal.pipeline.trace import keep_whole, trace
 from shoal.pipeline.unseen import memory_of
 from shoal.pipeline.views import VIEWS, memory_roots
 from shoal.settings import counted

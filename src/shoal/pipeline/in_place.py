@@ -13,7 +13,7 @@ from torch import fx
 
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph
-from shoal.pipeline.trace import changes_in_place, is_unit
+from shoal.pipeline.nodes import changes_in_place, is_unit
 from shoal.pipeline.views import memory_roots
 
 

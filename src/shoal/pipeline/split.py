@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from shoal.pipeline.graph import Graph
+from shoal.pipeline.nodes import changes_in_place, is_unit, is_unknown
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.staged import StageModule
-from shoal.pipeline.trace import changes_in_place, is_unit, is_unknown
 from shoal.pipeline.views import memory_roots, shares_with
 
 OUTPUT = "the output"

@@ -23,9 +23,9 @@ from shoal.errors import ModelError
 from shoal.pipeline.dice import Dice
 from shoal.pipeline.fixed import FixedValues
 from shoal.pipeline.keeping import as_it_was
+from shoal.pipeline.nodes import INSIDE, LINE, changes_in_place, inside, is_of_the_users, line_of
 from shoal.pipeline.reach import reachable
 from shoal.pipeline.unseen import (
-    OPERATORS_IN_PLACE,
     BufferProxy,
     Line,
     Reading,
@@ -123,8 +123,8 @@ class _Tracer(fx.Tracer):
         if node.kwargs.get("out") is not None:
             self._refuse("has a step write into another tensor (out=)")
         frames = traceback.walk_stack(sys._getframe(1))
-        node.meta[_LINE] = users_line(frames, until=_Tracer.read.__code__)
-        node.meta[_INSIDE] = self._open[-1] if self._open else ""
+        node.meta[LINE] = users_line(frames, until=_Tracer.read.__code__)
+        node.meta[INSIDE] = self._open[-1] if self._open else ""
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -206,10 +206,6 @@ class _Tracer(fx.Tracer):
 
 _IS_FIXED = "has been specialized to have value"
 """In what torch.fx says of inputs that were fixed."""
-_NO_USERS = ("torch", "_operator", "builtins", "math")
-
-_LINE, _INSIDE = "shoal_line", "shoal_inside"
-"""Of a step: where in the user's file it is taken, and in which module's forward()."""
 
 
 def trace(
@@ -320,17 +316,6 @@ def keep_whole(node: fx.Node, whole: set[str]) -> bool:
     return True
 
 
-def inside(node: fx.Node) -> str:
-    """The module in whose forward a step is; nothing: the model's own."""
-    return str(node.meta.get(_INSIDE, ""))
-
-
-def line_of(node: fx.Node) -> str:
-    """Where in the user's own file a step is, as a line of a message; may be nothing."""
-    line: Line | None = node.meta.get(_LINE)
-    return f"\n  {line}" if line else ""
-
-
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(model.forward).parameters)
 
@@ -388,44 +373,10 @@ def _without_guards(graph: fx.Graph, model: nn.Module, fixed: dict[str, Any]) ->
 
     def must_stay(node: fx.Node) -> bool:
         kept = node.op in ("placeholder", "output", "call_module") or bool(node.is_impure())
-        return kept or changes_in_place(node, model) or _is_of_the_users(node)
+        return kept or changes_in_place(node, model) or is_of_the_users(node)
 
     graph.eliminate_dead_code(is_impure_node=must_stay)
     return graph
-
-
-def _is_of_the_users(node: fx.Node) -> bool:
-    """A function that torch.fx.wrap keeps from being read: it may do more than give something."""
-    module = str(getattr(node.target, "__module__", None) or "torch")
-    return node.op == "call_function" and module.split(".")[0] not in _NO_USERS
-
-
-def is_unknown(node: fx.Node, model: nn.Module) -> bool:
-    """Whether nobody knows what a step does to memory: it is the user's, and was not read."""
-    if node.op == "call_module":
-        kind = type(model.get_submodule(str(node.target)))
-        return kind.__module__.split(".")[0] not in _NO_USERS
-    return _is_of_the_users(node)
-
-
-def is_unit(node: fx.Node) -> bool:
-    """Whether it is a step of the computation, not an input, a constant or the output."""
-    return node.op in ("call_module", "call_function", "call_method")
-
-
-def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a step overwrites its input, as ReLU(inplace=True) does."""
-    target = node.target
-    if node.op == "call_module":
-        return bool(getattr(model.get_submodule(str(target)), "inplace", False))
-    if node.op not in ("call_method", "call_function"):
-        return False
-    if getattr(target, "__module__", "") == "_operator":
-        return getattr(target, "__name__", "") in OPERATORS_IN_PLACE
-    name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return True
-    return bool(node.kwargs.get("inplace"))
 
 
 def _unreadable(model: nn.Module, error: Exception) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx, nn
 
-from shoal.pipeline.trace import changes_in_place, is_unit
+from shoal.pipeline.nodes import changes_in_place, is_unit
 
 VIEWS = frozenset(
     {

@@ -12,7 +12,7 @@ from torch.nn import functional
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph, read
 from shoal.pipeline.in_place import check_in_place
-from shoal.pipeline.trace import changes_in_place
+from shoal.pipeline.nodes import changes_in_place
 
 WIDTH = 4
 
