@@ -13,9 +13,11 @@ from warm import Host, Nursery
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# What is tested is the same everywhere; `make soak` draws other and many more examples.
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.register_profile("soak", max_examples=5000)
+# What is tested is the same everywhere; `make soak` draws other and many more examples. How long it
+# takes decides nothing.
+PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", derandomize=True, **PATIENT)
+hypothesis.settings.register_profile("soak", max_examples=5000, **PATIENT)
 hypothesis.settings.load_profile("same")
 
 # Started in the background by a shell, Ctrl-C would be ignored here and in all that tests start.

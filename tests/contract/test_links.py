@@ -57,7 +57,7 @@ def links(request: pytest.FixtureRequest) -> Iterator[list[Link]]:
         link.close()
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_any_tree_arrives_as_it_was_sent(links: list[Link], tree: Any) -> None:
     links[0].send(tree, to=1)
@@ -93,9 +93,7 @@ def test_sending_at_once_and_waiting_later(links: list[Link]) -> None:
     assert links[1].recv(0)["x"].abs().sum() > 0
 
 
-@settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_any_tree_can_be_lent(links: list[Link], tree: Any) -> None:
     large = torch.arange(100_000, dtype=torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trees import same
 
@@ -31,7 +31,6 @@ def batch_of(size: int) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_a_batch_comes_back_whole(size: int, num_parts: int) -> None:
     parts = shares(size, num_parts)

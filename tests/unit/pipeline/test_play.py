@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.pipeline.micro_batches import shares
@@ -127,7 +127,6 @@ def graphs(draw: st.DrawFn) -> tuple[list[Unit], list[Value]]:
     return units, values
 
 
-@settings(deadline=None)
 @given(graphs(), st.integers(1, 5), st.sampled_from(["1f1b", "gpipe"]))
 def test_two_stages_are_cut_where_brute_force_cuts_them(
     graph: tuple[list[Unit], list[Value]], num_micro_batches: int, name: str
@@ -142,7 +141,6 @@ def test_two_stages_are_cut_where_brute_force_cuts_them(
     assert step_seconds(units, values, found, costs, schedule, weights) == shortest
 
 
-@settings(deadline=None)
 @given(graphs(), st.integers(1, 5))
 def test_more_stages_are_never_slower_than_where_the_search_began(
     graph: tuple[list[Unit], list[Value]], num_micro_batches: int

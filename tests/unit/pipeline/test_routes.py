@@ -259,7 +259,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 
 # Not shrunk: that takes minutes, and a recipe is short enough to be read.
-@settings(deadline=None, max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(recipes(), st.data())
 def test_any_graph_cut_anywhere_is_the_same_to_the_bit(recipe: Recipe, data: st.DataObject) -> None:
     torch.manual_seed(0)

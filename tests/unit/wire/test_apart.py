@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from trees import same, trees
 
 from shoal.errors import WireError
@@ -33,7 +33,6 @@ def there_and_back(tree: Any) -> Any:
     return put_together(parcel.plan, parcel.slots, received)
 
 
-@settings(deadline=None)
 @given(trees)
 def test_any_tree_comes_back_the_same(tree: Any) -> None:
     assert same(there_and_back(tree), tree)

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mutations import mutate
 from trees import same, trees
@@ -80,7 +80,6 @@ def arrived(data: bytes, behind: list[Memory], reader: FrontReader | None = None
 # -- what is packed --------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(trees, st.text(max_size=20), st.integers(0, 2**64 - 1))
 def test_what_is_packed_is_read_back(tree: Any, tag: str, number: int) -> None:
     got, message = arrived(*packed(tree, number, tag))
@@ -88,7 +87,6 @@ def test_what_is_packed_is_read_back(tree: Any, tag: str, number: int) -> None:
     assert same(message, tree)
 
 
-@settings(deadline=None)
 @given(st.lists(trees, min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_one_reader_keeps_layouts_apart(several: list[Any], chance: random.Random) -> None:
     """Layouts that it remembers, again and again and in any order."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trees import same, trees
 
@@ -34,7 +34,6 @@ def understood(header_bytes: bytes, plan: bytes, limit_bytes: int = DEFAULT_LIMI
     return decode_plan(header, plan, limit_bytes) if header.plan_bytes else header
 
 
-@settings(deadline=None)
 @given(trees, st.text(max_size=20))
 def test_what_is_encoded_is_understood(tree: Any, tag: str) -> None:
     parcel = take_apart(tree)

@@ -23,9 +23,7 @@ PLAIN = idx.encode(ARRAY)
 PACKED = gzip.compress(PLAIN, mtime=0)
 
 # tmp_path is shared by a property's examples; each overwrites the file, so that is as it should be.
-with_tmp = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=80
-)
+with_tmp = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
 
 
 def refused(path: Path, item_shape: tuple[int, ...] = (28, 28)) -> str:

@@ -20,7 +20,7 @@ LABELS = RNG.integers(0, 10, size=50, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("mean_std", [MNIST_MEAN_STD, FASHION_MEAN_STD])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(indices=st.lists(st.integers(0, 49), min_size=1, max_size=40))
 def test_take_is_getitem_bit_for_bit(mean_std: tuple[float, float], indices: list[int]) -> None:
     some = ImageSet(IMAGES, LABELS, mean_std)
