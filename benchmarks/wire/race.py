@@ -95,17 +95,23 @@ class ByLink(Contestant):
         return self._link.recv(self._other, into=self._into)["x"]
 
 
-def link_with_keys(crew: shoal.JoinedCrew, stack: ExitStack) -> Link:
-    """What crew.link() makes between two machines; on loopback it would do without keys."""
+def link_that_sends(crew: shoal.JoinedCrew, stack: ExitStack, keys: Keys | None = None) -> Link:
+    """As between two machines: no rank can read another's memory."""
+    link = ZmqLink(crew.rank, crew.size, keys=keys)
+    stack.callback(link.close)
+    card = msgspec.structs.replace(link.card, lender=None)
+    link.connect([msgspec.convert(each, Card) for each in crew.exchange("cards", card)])
+    link.settle()
+    return link
+
+
+def keys_of(crew: shoal.JoinedCrew, stack: ExitStack) -> Keys:
+    """Every rank is known to every other."""
     pair = new_pair()
     welcome = Path(stack.enter_context(tempfile.TemporaryDirectory()), "authorized_keys")
     publics = crew.exchange("keys", pair.public)
     welcome.write_text("".join(f"{key} rank-{rank}\n" for rank, key in enumerate(publics)))
-    link = ZmqLink(crew.rank, crew.size, keys=Keys(pair, AuthorizedKeys(welcome)))
-    stack.callback(link.close)
-    link.connect([msgspec.convert(each, Card) for each in crew.exchange("cards", link.card)])
-    link.settle()
-    return link
+    return Keys(pair, AuthorizedKeys(welcome))
 
 
 def main() -> None:
@@ -120,12 +126,16 @@ def main() -> None:
     with shoal.join() as crew, ExitStack() as stack:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         by_zmq, by_dist = crew.link("zmq"), crew.link("dist")
+        sent = link_that_sends(crew, stack)
+        encrypted = link_that_sends(crew, stack, keys_of(crew, stack))
         contestants = {
             "raw pyzmq": RawZmq(crew, shape, stack),
             "raw gloo": RawGloo(crew, shape),
             "link zmq": ByLink(by_zmq),
             "link zmq into=": ByLink(by_zmq, torch.empty(shape)),
-            "link zmq + CURVE": ByLink(link_with_keys(crew, stack)),
+            "link zmq, sent": ByLink(sent),
+            "link zmq, sent, into=": ByLink(sent, torch.empty(shape)),
+            "link zmq + CURVE": ByLink(encrypted),
             "link dist": ByLink(by_dist),
             "link dist into=": ByLink(by_dist, torch.empty(shape)),
         }

@@ -264,6 +264,22 @@ def test_received_tensors_are_their_receivers_own(links: list[Link]) -> None:
     assert links[2].recv(0).tolist() == [1, 1, 1]
 
 
+def test_a_stream_of_large_tensors_leaves_those_alone_that_are_still_held(
+    links: list[Link],
+) -> None:
+    """What nobody holds is used again for the next."""
+    size = 9 * 2**20  # 36 MiB
+    held = []
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(6):
+            sending = pool.submit(links[0].send, torch.full((size,), number, dtype=torch.int32), 1)
+            got = links[1].recv(0)
+            sending.result(SOON_S)
+            held.append(got[number::9] if number % 2 else got.clone())
+    for number, each in enumerate(held):
+        assert (each == number).all()
+
+
 @pytest.mark.parametrize("posted_first", [True, False])
 def test_buffers_given_are_filled(links: list[Link], posted_first: bool) -> None:
     room = {"x": torch.zeros(4), "n": torch.zeros(2, dtype=torch.int64)}

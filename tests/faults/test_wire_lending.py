@@ -19,7 +19,7 @@ import pytest
 import torch
 from chat import Chat
 from mutations import mutate
-from processes import Ranks
+from processes import Ranks, until
 from raw_rank import Frames, RawRank, frames_of
 from warm import Nursery
 from wire_log import Log
@@ -189,6 +189,26 @@ def test_ranks_of_one_host_lend(stack: ExitStack) -> None:
     links = joined(stack, 2)
     assert links[0].lends_to(1)
     assert links[1].lends_to(0)
+
+
+def test_whoever_waits_until_much_has_gone_lends_it_and_who_does_not_wait_sends_it(
+    stack: ExitStack,
+) -> None:
+    """Lent memory would be kept for as long as its lender neither waits nor asks."""
+    sender, receiver = joined(stack, 2)
+    much = torch.arange(3 * 2**20, dtype=torch.int32)  # 12 MiB
+    sending = threading.Thread(target=sender.send, args=(much, 1))
+    sending.start()
+    until(lambda: bool(sender._peers[1].lent), "it is lent")
+    assert receiver.recv(0).equal(much)
+    sending.join(AT_ONCE_S)
+    assert not sending.is_alive()
+    memory = weakref.ref(much.untyped_storage())
+    sender.isend(much, 1)
+    assert not sender._peers[1].lent
+    del much
+    assert receiver.recv(0)[-1] == 3 * 2**20 - 1
+    until(lambda: memory() is None, "it was let go")
 
 
 def test_a_lender_that_ends_with_an_error_does_not_wait_and_takes_it_back(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import increment_version
 
+from shoal.wire.blocks import Blocks
 from shoal.wire.front import Front
 from shoal.wire.slots import DTYPE_NAMES, aligned, allocate, memory_of, view_of
 from shoal.wire.tree import Tree, tensors_of
@@ -20,10 +21,11 @@ _NOTHING = torch.empty(0)
 class Arrival:
     """A message on its way in: its transport fills the slots, one by one."""
 
-    __slots__ = ("_is_aligned", "_places", "_tensors", "front", "job", "peer")
+    __slots__ = ("_blocks", "_is_aligned", "_places", "_tensors", "front", "job", "peer")
 
-    def __init__(self, peer: int, front: Front, is_aligned: bool) -> None:
+    def __init__(self, peer: int, front: Front, is_aligned: bool, blocks: Blocks) -> None:
         self.peer = peer
+        self._blocks = blocks
         self._is_aligned = is_aligned
         self.job: ReceiveJob | None = None
         self.front = front
@@ -45,7 +47,7 @@ class Arrival:
         """Where the bytes of a slot go: in place, where the asker brought a place."""
         place = self._places.get(number)
         if place is None:
-            self._tensors[number] = allocate(self.front.slots[number])
+            self._tensors[number] = allocate(self.front.slots[number], self._blocks)
         else:
             self._tensors[number] = place
             increment_version(place)  # or autograd would not know that what it saved has changed

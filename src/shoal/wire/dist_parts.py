@@ -19,6 +19,8 @@ from shoal.wire.slots import as_tensor, view_of
 FIRST, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
 """NEVER: what nothing is sent under."""
 PIECE_BYTES = first_piece.MOST_ROOM_BYTES
+LOCAL_PIECE_BYTES = 16 * 2**20
+"""Within one host, where so many take but a moment: every further piece costs a turn of threads."""
 
 
 class Parts(NamedTuple):
@@ -28,8 +30,17 @@ class Parts(NamedTuple):
     """What goes from GPU to GPU, behind all else."""
 
 
-def parts_of(head: bytes, buffers: list[Memory], *, is_sign: bool = False) -> Parts:
-    """In the order in which they are sent. head: none where the first buffer stands for it."""
+def parts_of(
+    head: bytes,
+    buffers: list[Memory],
+    *,
+    is_sign: bool = False,
+    piece_bytes: int = PIECE_BYTES,
+) -> Parts:
+    """In the order in which they are sent. head: none where the first buffer stands for it.
+
+    piece_bytes: of a buffer that is cut, at most.
+    """
     fronts: list[tuple[int, torch.Tensor]] = []
     wholes: list[tuple[int, torch.Tensor]] = []
     pieces: list[tuple[int, torch.Tensor]] = []
@@ -49,7 +60,7 @@ def parts_of(head: bytes, buffers: list[Memory], *, is_sign: bool = False) -> Pa
             wholes.append((WHOLE + buffer.nbytes, torch.from_numpy(buffer)))
         else:
             content = as_tensor(view_of(buffer))
-            pieces += [(PIECE, piece) for piece in content.split(PIECE_BYTES)]
+            pieces += [(PIECE, piece) for piece in content.split(piece_bytes)]
     # The front after what the other side may be waiting for: it wakes up once, for both.
     row = wholes + fronts + pieces
     return Parts([tag for tag, _ in row], [piece for _, piece in row], on_gpu)

@@ -19,6 +19,7 @@ import torch
 
 from shoal.errors import PeerSilent, ShoalError, WireError
 from shoal.wire.arrival import Arrival
+from shoal.wire.blocks import Blocks
 from shoal.wire.front import Front
 from shoal.wire.slots import aligned
 from shoal.wire.terms import seconds
@@ -65,6 +66,7 @@ class Inbox:
         self._backlog: dict[int, int] = defaultdict(int)
         """Bytes that have come from each peer and that nobody has asked for."""
         self._closed = False
+        self._blocks = Blocks()
 
     # -- those who ask -----------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class Inbox:
 
     def arrive(self, peer: int, front: Front) -> Arrival:
         """A message whose front has come and has been checked."""
-        arrival = Arrival(peer, front, self.is_aligned)
+        arrival = Arrival(peer, front, self.is_aligned, self._blocks)
         with self._lock:
             jobs = self._queue(peer, front.tag).jobs
             if jobs:

@@ -15,13 +15,12 @@ import numpy
 import torch
 
 from shoal.errors import WireError
+from shoal.wire.blocks import ALIGNMENT, Blocks, fresh
 
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 2**48
 HUGE_BYTES = 4 * 2**20
 LARGEST_LESSON_BYTES = 32 * 2**20 - 64 * 1024
-ALIGNMENT = 64
-"""Where torch puts its tensors. How matrix products round depends on it."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -115,14 +114,12 @@ def as_tensor(content: Any) -> torch.Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def allocate(slot: Slot) -> torch.Tensor:
-    """An empty tensor for a slot."""
+def allocate(slot: Slot, blocks: Blocks | None = None) -> torch.Tensor:
+    """An empty tensor for a slot. blocks: where memory may come from that was used before."""
     size = slot.size_bytes
     try:
         if size >= HUGE_BYTES:  # numpy asks for huge pages, which spares most page faults
-            memory = numpy.empty(size + ALIGNMENT, dtype=numpy.uint8)
-            begin = -memory.ctypes.data % ALIGNMENT
-            room = torch.from_numpy(memory[begin : begin + size])
+            room = torch.from_numpy(blocks.take(size) if blocks else fresh(size))
         else:
             room = torch.empty(size, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:

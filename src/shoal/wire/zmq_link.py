@@ -34,12 +34,22 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import ReceiveJob
 from shoal.wire.lending import Seals, is_readable
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.terms import check_way
+from shoal.wire.terms import check_seconds, check_way
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_jobs import SEND_TURN_S, LendJob, SendJob
 from shoal.wire.zmq_peer import Loan, Peer
-from shoal.wire.zmq_pieces import LAST, MORE, SentMemory, is_worth_lending, send, send_pieces
+from shoal.wire.zmq_pieces import (
+    LAST,
+    LEND_AND_WAIT_BYTES,
+    LEND_BYTES,
+    MORE,
+    NEVER,
+    SentMemory,
+    is_worth_lending,
+    send,
+    send_pieces,
+)
 from shoal.wire.zmq_receiving import (
     BORROWER,
     DROPPED,
@@ -226,20 +236,28 @@ class ZmqLink(Link):
 
     # -- sending -----------------------------------------------------------------------------------
 
+    def send(self, tree: Tree, to: int, tag: str = "", timeout_s: float | None = None) -> None:
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)  # before anything goes
+        self._send(tree, to, tag, LEND_AND_WAIT_BYTES).wait(timeout_s)
+
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
+        return self._send(tree, to, tag, LEND_BYTES if lend else NEVER)
+
+    def _send(self, tree: Tree, to: int, tag: str, least_lent_bytes: int) -> Job:
         check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
         if peer.torn:
             self._tear_off(peer)
         before = peer.num_sent
         try:
-            return self._start(peer, tree, tag, lend)
+            return self._start(peer, tree, tag, least_lent_bytes)
         except (KeyboardInterrupt, SystemExit) as error:
             if peer.num_sent != before:
                 peer.torn = type(error).__name__
             raise
 
-    def _start(self, peer: Peer, tree: Tree, tag: str, lend: bool) -> Job:
+    def _start(self, peer: Peer, tree: Tree, tag: str, least_lent_bytes: int) -> Job:
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
                 raise WireError("the link was closed")
@@ -252,7 +270,7 @@ class ZmqLink(Link):
                 if not buffers:
                     send(peer.dealer, head, LAST)
                     return DONE
-                if lend and peer.borrows and is_worth_lending(buffers):
+                if peer.borrows and is_worth_lending(buffers, least_lent_bytes):
                     return self._lend(peer, head, number, buffers)
                 return SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection

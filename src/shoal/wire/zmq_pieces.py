@@ -32,6 +32,10 @@ WHOLE_BYTES = 4 * 2**20
 """At most, of a buffer that goes whole: the memory it comes in becomes the tensor's. Beyond this
 ZeroMQ is slow with it."""
 LEND_BYTES = 256 * 1024
+LEND_AND_WAIT_BYTES = 8 * 2**20
+"""More than fits into buffers on its way: whoever waits until so much has gone waits for the other
+to receive it anyway, and may as well lend it."""
+NEVER = MOST_BYTES + 1
 STAMP = struct.Struct("<QI")
 
 
@@ -80,10 +84,9 @@ def is_whole(front: Front) -> bool:
     return len(front.behind) == 1 and front.sizes[front.behind[0]] <= WHOLE_BYTES
 
 
-def is_worth_lending(buffers: list[Memory]) -> bool:
+def is_worth_lending(buffers: list[Memory], least_bytes: int) -> bool:
     """Less is sent, by two messages less; and so is more, which would take its time at once."""
-    size = sum(int(buffer.nbytes) for buffer in buffers)
-    return LEND_BYTES <= size <= MOST_BYTES
+    return least_bytes <= sum(int(buffer.nbytes) for buffer in buffers) <= MOST_BYTES
 
 
 def cut(view: memoryview) -> list[memoryview]:
