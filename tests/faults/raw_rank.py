@@ -19,7 +19,7 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import KeyPair
 from shoal.wire.lending import Seals
 from shoal.wire.zmq_pieces import PIECE_BYTES, STAMP, WHOLE_BYTES
-from shoal.wire.zmq_receiving import HELLO
+from shoal.wire.zmq_signs import HELLO
 from shoal.wire.zmq_sockets import PULSE, Card
 
 Frames = Sequence[Any]

@@ -26,7 +26,7 @@ from shoal.wire import zmq_gate
 from shoal.wire.front import MAX_FRONT_BYTES
 from shoal.wire.zmq_link import ZmqLink
 from shoal.wire.zmq_pieces import PIECE_BYTES, WHOLE_BYTES
-from shoal.wire.zmq_receiving import GOODBYE
+from shoal.wire.zmq_signs import GOODBYE
 from shoal.wire.zmq_sockets import Card
 
 SOON_S = 30.0

@@ -30,7 +30,7 @@ from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.lending import Seals, is_readable
 from shoal.wire.zmq_link import ZmqLink
-from shoal.wire.zmq_receiving import GOODBYE, LENT, TAKEN
+from shoal.wire.zmq_signs import GOODBYE, LENT, TAKEN
 
 SOON_S = 30.0
 AT_ONCE_S = 10.0

@@ -5,7 +5,8 @@
                                                      and one more each for signs of life
 
 A message is its front and, behind it, its large buffers (zmq_pieces.py); what comes is read in
-zmq_receiving.py, how sockets are made is in zmq_sockets.py, what is known of a rank in zmq_peer.py.
+zmq_receiving.py, what it says of itself in zmq_signs.py; how sockets are made is in zmq_sockets.py,
+what is known of a rank in zmq_peer.py.
 
 Whoever waits, for a message to come or to have gone, receives for all (`_pump`): on the way of a
 message there is no thread of ours. Who may connect, and who has gone, is the gate's business
@@ -22,9 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-import numpy
 import zmq
 
 from shoal.errors import PeerLost, PeerSilent, WireError
@@ -37,7 +36,7 @@ from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.terms import check_seconds, check_way
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_jobs import SEND_TURN_S, LendJob, SendJob
+from shoal.wire.zmq_jobs import LendJob, SendJob
 from shoal.wire.zmq_peer import Loan, Peer
 from shoal.wire.zmq_pieces import (
     LAST,
@@ -45,20 +44,12 @@ from shoal.wire.zmq_pieces import (
     LEND_BYTES,
     MORE,
     NEVER,
-    SentMemory,
     is_worth_lending,
     send,
     send_pieces,
 )
-from shoal.wire.zmq_receiving import (
-    BORROWER,
-    DROPPED,
-    GOODBYE,
-    HELLO,
-    LENT,
-    MAX_REASON_LETTERS,
-    Receiving,
-)
+from shoal.wire.zmq_receiving import Receiving
+from shoal.wire.zmq_signs import BORROWER, DROPPED, GOODBYE, HELLO, LENT, say, say_goodbye
 from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
 
 LAST_WORDS_S = 1.0
@@ -293,7 +284,7 @@ class ZmqLink(Link):
         if peer.is_gone:
             return
         was_torn = f"was interrupted in the midst of a message ({peer.torn})"
-        self._send_sign(peer, DROPPED, was_torn)
+        say(peer, DROPPED, was_torn)
         self._drop(peer, PeerLost(f"{self._name} {was_torn} to {peer.name}: it gets no more"))
 
     def lends_to(self, rank: int) -> bool:
@@ -421,7 +412,7 @@ class ZmqLink(Link):
         if peer is not None:
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
             self._drop(peer, PeerLost(f"{self._name} dropped {peer.name}: {error}"))
-            self._send_sign(peer, DROPPED, str(error))
+            say(peer, DROPPED, str(error))
             return
         self._gate.turn_away(sender, self._receiving.frame, str(error))
 
@@ -439,7 +430,9 @@ class ZmqLink(Link):
         with self._pumping:
             if self._is_closed:
                 return
-            self._say_goodbye(farewell_s, reason)
+            say_goodbye(
+                self._peers.values(), self._router, lambda: self._pump(0), farewell_s, reason
+            )
             super().close(farewell_s, reason)
             self._is_closed = True
             if self._seals:
@@ -451,40 +444,6 @@ class ZmqLink(Link):
                 peer.pulse.close(linger=0)
             self._router.close(linger=0)
             self._context.term()
-
-    def _say_goodbye(self, farewell_s: float, reason: str) -> None:
-        """Who leaves because of an error does not wait for others to take what was lent."""
-        deadline = time.monotonic() + farewell_s
-        parting: list[tuple[Peer, SentMemory]] = []
-        for peer in self._peers.values():
-            is_there = peer.guest.is_connected and not peer.is_gone
-            if is_there and (sent := self._send_sign(peer, GOODBYE, reason)):
-                parting.append((peer, sent))
-        while parting and time.monotonic() < deadline:
-            while self._router.poll(0) and time.monotonic() < deadline:
-                self._pump(0)  # others may have to get rid of something first
-            parting = [
-                (peer, buffer)
-                for peer, buffer in parting
-                if not (peer.is_gone or peer.guest.broken_at)
-                and (not buffer.is_free() or (peer.lent and not reason))
-            ]
-            if parting and parting[0][1].is_free(SEND_TURN_S):
-                self._router.poll(int(1000 * SEND_TURN_S))  # for "taken"
-
-    def _send_sign(self, peer: Peer, sign: bytes, reason: str) -> SentMemory | None:
-        """What tells that it has gone; None if there is no connection any more."""
-        text = (reason or " ").encode("utf-8", "replace")[:MAX_REASON_LETTERS]
-        content: Any = numpy.frombuffer(text, dtype=numpy.uint8).copy()
-        buffer = SentMemory(content)
-        with peer.lock:
-            peer.dealer.copy_threshold = 0  # so that this too is sent as it lies, and watched
-            try:
-                peer.dealer.send(sign, zmq.DONTWAIT | zmq.SNDMORE)
-                peer.dealer.send(content, zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return None
-        return buffer
 
 
 _DEAD = "its connection broke or it gave no sign of life. It was killed, is frozen, or is cut off"

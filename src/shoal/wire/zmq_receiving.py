@@ -20,11 +20,16 @@ from shoal.wire.lending import TakenBack, is_readable
 from shoal.wire.zmq_gate import Gate
 from shoal.wire.zmq_peer import Peer
 from shoal.wire.zmq_pieces import LAST, MORE, Due, check_size, is_whole, send
+from shoal.wire.zmq_signs import (
+    BORROWER,
+    DROPPED,
+    GOODBYE,
+    HELLO,
+    LENT,
+    MAX_REASON_LETTERS,
+    TAKEN,
+)
 
-HELLO, BORROWER, GOODBYE, DROPPED, LENT, TAKEN = b"h", b"b", b"g", b"d", b"l", b"t"
-"""Signs: one byte. Behind it a reason (goodbye, dropped), a front and addresses (lent), a message's
-number (taken). A borrower says hello, and can read what is lent to it."""
-MAX_REASON_LETTERS = 500
 NUMBER = struct.Struct("<Q")
 
 _NO_FRAME = zmq.Frame()
