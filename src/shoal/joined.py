@@ -305,6 +305,10 @@ class JoinedCrew(Crew):
     def _gather(self) -> BaseException | None:
         lost: BaseException | None = self._silence()
         if lost is None:
+            # Nothing of theirs is under way between two calls. Who is still in one hears at once
+            # that it waits for a rank at the end of its script.
+            for link in self._of_pipelines:
+                link.close()
             try:
                 return super()._gather()
             except PeerLost:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
 from processes import SHOAL
+
+SOON_S = 60.0
 
 SCRIPT = """
 import sys, torch, torch.nn.functional as F, shoal
@@ -13,6 +17,16 @@ from torch import nn
 class Own(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
+
+
+class CannotBeMade(torch.optim.SGD):
+    def __init__(self, parameters, **options):
+        if list(parameters):
+            raise RuntimeError("no room for it")
+        super().__init__(parameters, **options)
+
+
+CannotBeMade.__qualname__ = "SGD"
 
 
 for what in sys.argv[1:]:
@@ -29,8 +43,18 @@ for what in sys.argv[1:]:
         if what == "optimizer":
             words["optimizer"] = Own
         if what == "frozen":
-            net.requires_grad_(False)
+            net[0].requires_grad_(False)
             words["clip_norm"] = 1.0
+        if what == "nothing":
+            net.requires_grad_(False)
+        if what == "lr":
+            words["lr"] = 0.1 + crew.rank
+        if what == "another loss" and crew.rank:
+            words["loss"] = F.l1_loss
+        if what == "transport":
+            words["transport"] = "zmq" if crew.rank else "dist"
+        if what == "making" and crew.rank:
+            words["optimizer"] = CannotBeMade
         if what == "whole":
             words |= dict(schedule="sequential", microbatches=8)
         if what == "words":
@@ -41,7 +65,7 @@ for what in sys.argv[1:]:
             pipe = crew.pipeline(net, **words)
             loss = pipe.step(x[:0], x[:0]) if what == "empty" else pipe.step(x, x)
             print(what, "is fine", flush=True)
-        except shoal.ShoalError as error:
+        except (shoal.ShoalError, RuntimeError) as error:
             print(f"{what}: {error}", flush=True)
 """
 
@@ -51,6 +75,11 @@ SENTENCES = {
     "schedule": "do not agree on how the model is trained",
     "cuts": "do not agree on how the model is trained",
     "shapes": "module 2 (Linear) does not take what comes to it, of shapes (1, 2)",
+    "lr": "do not agree on how the model is trained",
+    "another loss": "do not agree on how the model is trained",
+    "transport": "do not agree on the transport of a link",
+    "making": "no room for it",
+    "nothing": "the loss has no gradient: it depends on no parameter that is trained",
     "optimizer": "Own: its step() needs a closure",
     "empty": "x: the batch is empty",
     "loss": "loss=: gave a tensor of shape (2, 2); it must give one number, the mean",
@@ -112,3 +141,103 @@ def test_replicas_may_differ_in_inference_and_a_call_that_failed_is_the_last(
     for rank in range(4):
         told = [line for line in run.out.splitlines() if line.startswith(f"[{rank}]")]
         assert "cannot go on: call" in told[-1], run.said
+
+
+CAUGHT = """
+import sys, torch, torch.nn.functional as F, shoal
+from torch import nn
+
+class Stumbles(torch.optim.SGD):
+    steps = 0
+    def step(self, closure=None):
+        Stumbles.steps += 1
+        if Stumbles.steps == 2 and torch.distributed.get_rank() == 1:
+            raise RuntimeError("a slip")
+        return super().step(closure)
+
+
+class Peeks(nn.Module):
+    def __init__(self, other):
+        super().__init__()
+        self.layer, self.other = nn.Linear(2, 2), [other]
+
+    def forward(self, x):
+        y = self.layer(x) if not x.isnan().any() else x
+        return y * self.other[0].weight.mean() if self.training else y
+
+
+x = torch.ones(4, 2)
+for what in sys.argv[1:]:
+    with shoal.join(timeout_s=30) as crew:
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        words = dict(cuts=["2"], loss=F.mse_loss, optimizer=torch.optim.SGD)
+        if what == "optimizer":
+            words["optimizer"] = Stumbles
+        if what == "evaluated first":
+            net[2] = Peeks(net[0])
+        pipe = crew.pipeline(net, **words)
+        if what == "evaluated first":
+            pipe.eval()
+            pipe(x)
+            pipe.train()
+        for step in range(4):
+            if what == "mode" and step == 2:
+                pipe.eval()
+                net.eval()
+                pipe(x)
+                pipe.train()
+                pipe.step(x, x)  # both were told
+                net.train()
+                pipe.step(x, x)
+                net.eval()
+            try:
+                pipe.step(x, x)
+            except Exception as error:
+                print(f"{what} {step}: {' '.join(str(error).split())}", flush=True)
+"""
+
+
+def test_what_a_script_catches_is_told_again(start, tmp_path: Path) -> None:
+    """The optimizer's step had been taken by one stage, not by the other, and training went on; a
+    model was compared in eval() and never in training; half of its steps had another mode."""
+    path = tmp_path / "script.py"
+    path.write_text(CAUGHT)
+    whats = ("optimizer", "mode", "evaluated first")
+    run = start(*SHOAL, "run", "--workers", "2", "--threads", "1", str(path), *whats)
+    assert run.end() == 0, run.said
+    for rank in range(2):
+        told = [line for line in run.out.splitlines() if line.startswith(f"[{rank}] ")]
+        assert "a slip" in "".join(told), run.said
+        assert "cannot go on: call" in _after(told, f"[{rank}] optimizer 3: "), run.said
+        assert "Sequential.eval() was called" in _after(told, f"[{rank}] mode 2: ")
+        assert "0.weight, which is not in that stage" in _after(told, f"[{rank}] evaluated first 0")
+
+
+def _after(lines: list[str], begin: str) -> str:
+    return next((line for line in lines if line.startswith(begin)), f"nothing begins with {begin}")
+
+
+LEAVES = """
+import sys, torch, torch.nn.functional as F, shoal
+from torch import nn
+
+net, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.ones(4, 2)
+with shoal.join() as crew:
+    pipe = crew.pipeline(
+        net, cuts=["2"], loss=F.mse_loss, optimizer=torch.optim.SGD, transport=sys.argv[1]
+    )
+    for step in range(3 if crew.rank == int(sys.argv[2]) else 4):
+        pipe.step(x, x)
+"""
+
+
+@pytest.mark.parametrize(("transport", "leaver"), [("zmq", 0), ("zmq", 1), ("dist", 1)])
+def test_a_rank_that_ends_a_step_early(start, tmp_path: Path, transport: str, leaver: int) -> None:
+    """The others waited for it for 300 s."""
+    path = tmp_path / "script.py"
+    path.write_text(LEAVES)
+    run = start(
+        *SHOAL, "run", "--workers", "2", "--threads", "1", str(path), transport, str(leaver)
+    )
+    assert run.end(SOON_S) == 1, run.said
+    assert re.search(rf"PeerLost: rank {leaver} .* has left, and this rank waited for it", run.said)

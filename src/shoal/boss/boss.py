@@ -165,7 +165,9 @@ class Boss:
         pairs = list(zip(graph.inputs, graph.input_names, strict=True))
         names = list(made.state_dict())
         num_parameters = sum(p.numel() for p in made.parameters())
-        placed = PlacedModel(self.desk, pairs, names, num_parameters, microbatches, self._prepare)
+        placed = PlacedModel(
+            self.desk, pairs, names, num_parameters, microbatches, self._prepare, graph.values
+        )
         placed.training = made.training
         found = self._cuts(graph, placed, cuts, example)
         # Until here there may be faults, and the workers have the model that they had.

@@ -22,6 +22,7 @@ from shoal.boss.orders import Backward, Forward, Load, Norms, Order, State, Zero
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
+from shoal.pipeline.fixed import FixedNones, FixedValues
 from shoal.pipeline.lying import packed
 from shoal.pipeline.names import Names
 from shoal.wire.tree import Tree, detached, tensors_of, with_tensors
@@ -41,8 +42,10 @@ class PlacedModel(Elsewhere):
         num_parameters: int,
         microbatches: int,
         prepare: Prepare,
+        values: FixedValues,
     ) -> None:
-        """inputs: each as a value of the graph, and as `forward` calls it. names: of the state."""
+        """inputs: each as a value of the graph, and as `forward` calls it. names: of the state.
+        values: that the model was read with."""
         super().__init__()
         self.num_parameters = num_parameters
         self.stray: dict[str, torch.Tensor] = {}
@@ -54,6 +57,7 @@ class PlacedModel(Elsewhere):
         self._names = list(names)
         self._microbatches = microbatches
         self._prepare = prepare
+        self._values, self._nones = values, FixedNones(inputs)
         self.mode: bool | None = None
         """What train() or eval() has said; None: every module is as it came."""
         self._num_calls = 0
@@ -80,6 +84,9 @@ class PlacedModel(Elsewhere):
     def _be_ready(self, named: dict[str, Tree] | None) -> None:
         """The workers have the stages of this model; named: inputs to choose the cuts with."""
         _ = self._desk  # raises, where another model has come
+        self._values.check()
+        if named is not None:
+            self._nones.check(named)
         self._prepare(named)
 
     def leave(self, why: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline import micro_batches
+from shoal.pipeline.fixed import FixedNones
 from shoal.pipeline.plan import Plan
 from shoal.settings import kind_of
 from shoal.wire.tree import Tree
@@ -21,6 +23,7 @@ class Batches:
         in_turns = plan.schedule == "sequential"
         self._num_parts = 1 if in_turns else plan.microbatches
         self._num_stages = 1 if in_turns else plan.stages
+        self._nones = FixedNones(inputs)
 
     def parts(self, samples: int) -> list[Share]:
         """The micro-batches of a batch of so many samples."""
@@ -29,6 +32,7 @@ class Batches:
     def inputs(self, x: Tree) -> tuple[dict[str, Tree], list[Share]]:
         """The inputs of a batch, by value, and its micro-batches."""
         named = self._named(x)
+        self._nones.check(named)
         return named, self.parts(micro_batches.num_samples(named, "x"))
 
     def targets(self, y: Tree, parts: Sequence[Share]) -> list[Tree]:
@@ -39,6 +43,20 @@ class Batches:
                 f"y has {samples} samples, x has {parts[0].total}: they must be of one batch."
             )
         return micro_batches.split(y, parts)
+
+    @contextmanager
+    def explaining(self, x: Tree) -> Iterator[None]:
+        """Faults that come of several inputs where the model takes one."""
+        try:
+            yield
+        except ModelError as error:
+            if len(self._inputs) > 1 or not isinstance(x, tuple | dict):
+                raise
+            (_, name), kind = self._inputs[0], type(x).__name__
+            raise ModelError(
+                f"{error}\nx is a {kind} of {len(x)} here, and all of it is the input {name!r}. If "
+                "these are inputs of forward() that have defaults, name them: inputs=[...]."
+            ) from None
 
     def _named(self, x: Tree) -> dict[str, Tree]:
         names = [name for _, name in self._inputs]

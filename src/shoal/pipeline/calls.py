@@ -5,13 +5,15 @@ A call that fails in one stage leaves the others in the midst of it: there is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from shoal.errors import ModelError, WireError, reason_of
+from shoal.crew import Crew
+from shoal.errors import ModelError, PeerLost, WireError, reason_of
 from shoal.wire.link import Link
 
+T = TypeVar("T")
 NUM_TURNS = 8
 """Of calls that messages tell apart: no stage is as far ahead of another. The same tags come again,
 and with them headers of messages that are known."""
@@ -62,9 +64,26 @@ class Calls:
         """That no call has failed."""
         if self._failed:
             raise ModelError(
-                f"this pipeline cannot go on: {self._failed}, and its stages have been at "
-                "different places since then. Make a new one, with weights that you have kept."
+                f"this pipeline cannot go on: {self._failed}, so its stages are at different "
+                "places. Make a new one, with weights that you have kept."
             )
+
+    def begun_by_all(self, crew: Crew, what: str, make: Callable[[], T]) -> T:
+        """What every rank makes for itself; if one cannot, all are told."""
+        fault: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:
+            fault = error
+        faults = crew.exchange(what, reason_of(fault) if fault is not None else "")
+        for rank, told in enumerate(faults):
+            if told:
+                self._failed = f"{crew.roster[rank].who} could not make {what} ({told})"
+                break
+        if fault is not None:
+            raise fault
+        self.check()
+        return made
 
     @contextmanager
     def to_its_end(self) -> Iterator[None]:
@@ -88,6 +107,13 @@ def together(what: str) -> Iterator[None]:
     """What is done meanwhile is done by every rank, or one waits in vain."""
     try:
         yield
+    except PeerLost as error:
+        if not str(error).endswith("has left"):
+            raise
+        raise PeerLost(
+            f"{error}, and this rank waited for it in a call of the pipeline: every rank must make "
+            "the same calls"
+        ) from None
     except WireError as error:
         raise WireError(
             f"{error}. Has every rank called {what} of the pipeline? All of them must, also those "

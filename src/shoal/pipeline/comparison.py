@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +30,11 @@ from shoal.pipeline.plan import Plan
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedule import backward_only, forward_only
+from shoal.pipeline.sharing import SharedThings
 from shoal.pipeline.stage import Stage
 from shoal.pipeline.timeline import Timeline
 from shoal.pipeline.trace import WAYS_OUT
-from shoal.pipeline.unseen import memory_of
+from shoal.pipeline.unseen import LeftOver, memory_of
 from shoal.wire.link import Job
 from shoal.wire.memory import MemoryLink
 from shoal.wire.tree import Tree, tensors_of, with_tensors
@@ -143,6 +145,7 @@ class Comparison:
             return
         materialise(model, self.plan.seed, torch.device("cpu"))
         for is_training in dict.fromkeys((mode, False)) if count else ():
+            self._fill_caches(samples, is_training)
             for few, spread in ((FEW, SPREAD), (FEW, 0.0), (count, 0.0)):
                 with as_it_was(model, with_weights=True):
                     if is_training is not None:
@@ -153,12 +156,25 @@ class Comparison:
                     ):
                         break
 
+    def _fill_caches(self, samples: Samples, is_training: bool | None) -> None:
+        """Those that nobody can put back, as functools.lru_cache has: with what the first call of
+        the model would put there, while its weights are still the ones that it came with."""
+        assert self.graph is not None
+        for few in (FEW, None):
+            with as_it_was(self.graph.model), suppress(Exception):
+                if is_training is not None:
+                    self.graph.model.train(is_training)
+                _outcome(self.graph, samples if few is None else samples.first(few), False)
+                return
+
     def _is_done(self, samples: Samples, *, goes_back: bool) -> bool:
         """False: the model does not take these samples. Raises ModelError."""
         assert self.graph is not None
         model = self.graph.model
         try:
             alone = _outcome(self.graph, samples, goes_back)
+        except LeftOver:
+            raise
         except Exception:  # the model's own fault, or too few samples: the first step will tell
             return False
         borders = Borders(_names_by_memory(model))
@@ -173,7 +189,8 @@ class Comparison:
             if again := alone.difference(_outcome(self.graph, samples, goes_back)):
                 log.warning(
                     "the stages of %s could not be compared with it: it does not compute the same "
-                    "when it is called again with the same samples (%s)",
+                    "when it is called again with the same samples (%s). If it counts calls by "
+                    "what nobody can put back (an iterator), that is some calls ahead now",
                     type(model).__name__,
                     again,
                 )
@@ -223,6 +240,7 @@ def _outcome_of_stages(
         Runner(stage, link, range(count), Timeline())
         for stage, link in zip(stages, links, strict=True)
     ]
+    shared = SharedThings(model, [stage.module for stage in stages])
     owned = [{memory_of(tensor) for tensor in stage.tensors().values()} for stage in stages]
     outputs: list[Any] = []
 
@@ -236,9 +254,11 @@ def _outcome_of_stages(
         for number, runner in enumerate(runners):
             with borders.around(number, owned[number]):
                 runner.run(forward_only(count, 1), feed=lambda _: inputs, finish=finish)
+            borders.faults |= dict.fromkeys(shared.changed_by(number))
         for number, runner in reversed(list(enumerate(runners)) if goes_back else []):
             with borders.around(number, owned[number]):
                 runner.run(backward_only(count, 1))
+            borders.faults |= dict.fromkeys(shared.changed_by(number))
         trained = {id(weight) for stage in stages for weight in stage.module.parameters()}
         return Outcome.of(model, outputs[0], trained)
 

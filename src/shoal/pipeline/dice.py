@@ -18,7 +18,7 @@ class Dice:
 
     def __init__(self, held: Iterable[Any] = ()) -> None:
         """held: things among which there may be such dice."""
-        self._held = [each for each in held if isinstance(each, random.Random | torch.Generator)]
+        self._held = [each for each in held if _is_dice(each)]
         self._of_held = [_state(each) for each in self._held]
         self._torch = torch.random.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -35,9 +35,7 @@ class Dice:
         if self._numpy:
             self._numpy.set_state(self._of_numpy)
         for each, state in zip(self._held, self._of_held, strict=True):
-            each.setstate(state) if isinstance(each, random.Random) else each.set_state(
-                torch.from_numpy(state)
-            )
+            _set_state(each, state)
 
     def were_thrown(self) -> bool:
         """Since this was made."""
@@ -46,14 +44,49 @@ class Dice:
             torch.equal(self._torch, now._torch)
             and all(map(torch.equal, self._cuda, now._cuda))
             and self._python == now._python
-            and list(map(_plain, self._of_numpy)) == list(map(_plain, now._of_numpy))
-            and list(map(_plain, self._of_held)) == list(map(_plain, now._of_held))
+            and _plain(self._of_numpy) == _plain(now._of_numpy)
+            and _plain(self._of_held) == _plain(now._of_held)
         )
 
 
-def _state(dice: random.Random | torch.Generator) -> Any:
-    return dice.getstate() if isinstance(dice, random.Random) else dice.get_state().numpy()
+_OF_NUMPY = ("Generator", "RandomState")
+
+
+def _is_dice(thing: Any) -> bool:
+    """By its own type: a stand-in of torch.fx's must not be asked what kind of thing it is."""
+    kind = type(thing)
+    if issubclass(kind, random.SystemRandom):  # which has no state to be put back
+        return False
+    return issubclass(kind, random.Random | torch.Generator) or _is_numpys(kind)
+
+
+def _is_numpys(kind: type) -> bool:
+    return kind.__name__ in _OF_NUMPY and kind.__module__.startswith("numpy.random")
+
+
+def _state(dice: Any) -> Any:
+    if isinstance(dice, random.Random):
+        return dice.getstate()
+    if isinstance(dice, torch.Generator):
+        return dice.get_state().numpy()
+    return dice.bit_generator.state if hasattr(dice, "bit_generator") else dice.get_state()
+
+
+def _set_state(dice: Any, state: Any) -> None:
+    if isinstance(dice, random.Random):
+        dice.setstate(state)
+    elif isinstance(dice, torch.Generator):
+        dice.set_state(torch.from_numpy(state))
+    elif hasattr(dice, "bit_generator"):
+        dice.bit_generator.state = state
+    else:
+        dice.set_state(state)
 
 
 def _plain(part: Any) -> Any:
+    """To be compared, also where there are arrays in it."""
+    if isinstance(part, dict):
+        return {key: _plain(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return list(map(_plain, part))
     return part.tobytes() if hasattr(part, "tobytes") else part

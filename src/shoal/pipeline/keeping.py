@@ -7,16 +7,18 @@ trained with, and with no other.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from shoal.pipeline.dice import Dice
-from shoal.pipeline.reach import reachable
+from shoal.pipeline.reach import around, reachable, slots_of
 
 PutBack = Callable[[], None]
 
@@ -28,20 +30,26 @@ def as_it_was(model: nn.Module, *, with_weights: bool = False) -> Iterator[None]
     with_weights: the values of parameters too, of which there is a copy meanwhile.
     """
     held = reachable(model)
-    dice = Dice(held)
+    dice = Dice([*held, *around(model)])
     put_backs: list[PutBack] = []
     for thing in held:
         if isinstance(thing, dict | set | list | deque):
             put_backs.append(_contents(thing))
         elif isinstance(thing, nn.Parameter):
             put_backs.append(_gradient(thing))
+        elif isinstance(thing, numpy.ndarray):
+            put_backs.append(_elements(thing))
+        elif slots := slots_of(thing):
+            put_backs.append(functools.partial(_set_slots, thing, slots))
         if isinstance(thing, torch.Tensor) and (
             with_weights or not isinstance(thing, nn.Parameter)
         ):
             put_backs += _values(thing)
+    torch.clear_autocast_cache()  # of weights, which may be others meanwhile
     try:
         yield
     finally:
+        torch.clear_autocast_cache()
         for put_back in put_backs:
             put_back()
         dice.put_back()
@@ -62,6 +70,22 @@ def _contents(it: Any) -> PutBack:
             it.extend(content) if isinstance(it, list | deque) else it.update(content)
 
     return put_back
+
+
+def _elements(array: Any) -> PutBack:
+    values = array.copy()
+
+    def put_back() -> None:
+        if array.flags.writeable:
+            array[...] = values
+
+    return put_back
+
+
+def _set_slots(thing: Any, slots: dict[str, Any]) -> None:
+    for name, value in slots.items():
+        if getattr(thing, name, None) is not value:
+            object.__setattr__(thing, name, value)
 
 
 def _are_same(some: Any, others: Any) -> bool:

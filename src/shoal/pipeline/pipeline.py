@@ -10,6 +10,7 @@ the loss, which comes from the last stage; between them everything follows the s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -57,6 +58,10 @@ from shoal.pipeline.whole import Whole
 from shoal.wire.link import Link
 from shoal.wire.tree import Tree
 
+NOTHING_TO_LEARN = (
+    "the loss has no gradient: it depends on no parameter that is trained. Are all of them frozen, "
+    "or does loss= take it off with detach(), item() or torch.no_grad()?"
+)
 Watch = Callable[[torch.Tensor, Any, Any, int], None]
 
 
@@ -101,6 +106,7 @@ class Pipeline:
         self._graph: Graph | None = None
         self._comparison: Comparison | None = None
         """With the model itself, in the first call."""
+        self._is_compared = False
         self._stage: Stage | None = None
 
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
@@ -116,6 +122,9 @@ class Pipeline:
         shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
         self._whole = Whole(crew, link, self._ranks, shapes)
         self._values = graph.values
+        self._given = weakref.ref(module)
+        self._given_mode = module.training
+        """Of the model that was given, when pipe.train() or eval() was called last."""
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
@@ -133,7 +142,9 @@ class Pipeline:
         graph = self._graph
         assert graph is not None
         given = (self._crew, self._link, self.layout, self.plan, graph)
-        self._build(best_cuts(*given, inputs=lambda: self._batches.inputs(x)))
+        with self._batches.explaining(x):
+            cuts = best_cuts(*given, inputs=lambda: self._batches.inputs(x))
+        self._build(cuts)
 
     def _build(self, cuts: list[int]) -> None:
         graph = self._graph
@@ -157,19 +168,26 @@ class Pipeline:
         if self._crew.size > 1:  # alone, it is one process
             self._chance = Chance(self._crew.rank, self._crew.device)
         self._runner = Runner(stage, self._link, self._ranks, self.timeline)
-        self._optimizer = self._make_optimizer()
+        self._optimizer = self._calls.begun_by_all(
+            self._crew, "the optimizer", self._make_optimizer
+        )
         if self._mode is not None:
             stage.module.train(self._mode)
 
-    def _compare(self, x: Tree, y: Tree = None) -> None:
-        """With the model itself, once, by the first samples of the first batch."""
-        comparison, self._comparison = self._comparison, None
-        if comparison is not None:
-            found_by_rank_0(
-                self._crew,
-                "the model in stages",
-                lambda: comparison.check(self._batches.inputs(x)[0], y, self._mode),
-            )
+    def _compare(self, x: Tree, y: Tree = None, *, goes_back: bool = False) -> None:
+        """With the model itself, by the first samples of the first batch; and once more before it
+        is trained, if that was in eval mode, in which there are no gradients."""
+        comparison = self._comparison
+        if comparison is None or (self._is_compared and not goes_back):
+            return
+        self._is_compared = True
+        if goes_back or self.module.training or self.plan.loss is None:
+            self._comparison = None
+        found_by_rank_0(
+            self._crew,
+            "the model in stages",
+            lambda: comparison.check(self._batches.inputs(x)[0], y, self._mode),
+        )
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.plan.optimizer is None:
@@ -220,6 +238,8 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Self:
         self._mode = mode
+        given = self._given()
+        self._given_mode = mode if given is None else given.training
         if self._stage is not None:
             self._stage.module.train(mode)
         return self
@@ -258,8 +278,9 @@ class Pipeline:
                 self._agree_and_clip()
             return loss
 
-        loss = OverStages(self._link, self._ranks).step(self.optimizer, evaluate)
-        self._begin_anew()
+        with self._calls.to_its_end():
+            loss = OverStages(self._link, self._ranks).step(self.optimizer, evaluate)
+            self._begin_anew()
         return loss
 
     def backward(self, x: Tree = None, y: Tree = None, weight: float = 1.0) -> torch.Tensor:
@@ -270,7 +291,7 @@ class Pipeline:
         if self.plan.loss is None:
             raise ModelError("pipeline() was given no loss=, so there is nothing to go back from.")
         self.prepare(x)
-        self._compare(x, y)
+        self._compare(x, y, goes_back=True)
         parts, inputs = self._begin("step", x)
         if not parts[0].total:
             raise ModelError("x: the batch is empty, so there is nothing to learn from.")
@@ -300,6 +321,8 @@ class Pipeline:
             nonlocal total, to_come
             target, own = targets[number], weights[number]
             loss = loss_of_part(rule, output, target, own, reduction)
+            if not loss.requires_grad:
+                raise ModelError(NOTHING_TO_LEARN)
             if self.watch is not None:
                 self.watch(loss, output, target, parts[number].size)
             total = total + loss.detach() * own
@@ -327,7 +350,8 @@ class Pipeline:
                 f"update(): {type(optimizer).__name__} computes the loss again within its step, "
                 "which needs the batch. Use pipe.step(x, y)."
             )
-        with self.timeline.span("update"):
+        self._calls.check()
+        with self.timeline.span("update"), self._calls.to_its_end():
             self._agree_and_clip()
             optimizer.step()
             self._begin_anew()
@@ -356,6 +380,13 @@ class Pipeline:
         """The shares of the micro-batches and, in stage 0, their inputs."""
         is_training = self.module.training
         self._values.check()
+        given = self._given()
+        if given is not None and given.training not in (self._given_mode, is_training):
+            was = "train" if given.training else "eval"
+            raise ModelError(
+                f"{type(given).__name__}.{was}() was called on the model, which changes some of "
+                f"its steps in stages, and not others. Call pipe.{was}()."
+            )
         if self.stage_number > 0:
             with self.timeline.span("wait"):
                 samples = self._calls.hear(what, is_training=is_training)
@@ -409,14 +440,17 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of all stages so that together they have at most this norm."""
+        self._calls.check()
         return self._whole.clip(self.module, max_norm)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole, on rank 0, as a plain model's, and a copy; empty on the others."""
+        self._calls.check()
         return self._whole.gather({**self.module.state_dict(), **self._stray}, self._names)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """A whole state, and nothing else, on rank 0; the others may give None."""
+        self._calls.check()
         self._whole.spread(state, self.module, self._stray, self._names)
 
     def close(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any
 
 import torch
@@ -166,11 +168,28 @@ def terms(plan: Plan) -> list[str]:
         f"{1 if plan.schedule == 'sequential' else plan.microbatches} micro-batches",
         # Which ones they are is compared where all have found theirs in the model.
         "cuts by a profile" if plan.cuts is None else "cuts given",
-        f"loss is a {plan.reduction}" if plan.loss else "no loss",
-        "an optimizer" if plan.optimizer else "no optimizer",
+        f"loss {_called(plan.loss)}, a {plan.reduction}" if plan.loss else "no loss",
+        f"optimizer {_called(plan.optimizer)}" if plan.optimizer else "no optimizer",
+        *(f"{name}={_told_alike(value)}" for name, value in plan.optimizer_options.items()),
         f"clip_norm {plan.clip_norm}",
         f"seed {plan.seed}",
     ]
+
+
+def _called(what: Any) -> str:
+    """By its name, which is the same on every rank; an object by its class's."""
+    if isinstance(what, functools.partial):
+        options = (f"{name}={_told_alike(value)}" for name, value in what.keywords.items())
+        return f"{_called(what.func)}({', '.join(options)})"
+    return str(getattr(what, "__qualname__", type(what).__qualname__))
+
+
+def _told_alike(value: Any) -> str:
+    """Where every rank says the same if it has the same."""
+    if isinstance(value, list | tuple):
+        return str(list(map(_told_alike, value)))
+    plain = isinstance(value, bool | int | float | str | NoneType)
+    return repr(value) if plain else type(value).__qualname__
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

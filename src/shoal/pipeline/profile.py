@@ -210,7 +210,20 @@ def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bo
 
 
 def _size(tree: Tree) -> int:
-    return sum(t.nbytes for t in tensors_of(tree).values())
+    return sum(map(_bytes, tensors_of(tree).values()))
+
+
+def _ones_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout == torch.strided:
+        return torch.ones_like(tensor)
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of a sparse one those of its values, which is most of it."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.nbytes if tensor.layout == torch.strided else tensor.values().nbytes
 
 
 def _real(tensor: Any) -> Any:
@@ -300,7 +313,7 @@ def _timed(node: fx.Node, graph: Graph, known: dict[str, Any], name: str) -> tup
             kept += _made(result, [*args, *kwargs.values()])
         middle = time.perf_counter()
         roots = [t for t in tensors_of(result).values() if t.requires_grad]
-        gradients = [torch.ones_like(t) for t in roots]
+        gradients = [_ones_like(t) for t in roots]
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=bool(weights))
         ended = time.perf_counter()
@@ -335,7 +348,7 @@ def _made(result: Tree, given: list[Tree]) -> int:
     places, objects = {_where(t) for t in came}, {id(t) for t in came}
     # What a step has changed in place may have been copied before, where a stage begins with it.
     made = [t for t in tensors_of(result).values() if _where(t) not in places or id(t) in objects]
-    return sum(t.nbytes for t in made)
+    return sum(map(_bytes, made))
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -38,4 +39,36 @@ def _inside(thing: Any) -> list[Any]:
         case set() | list() | deque() | tuple():
             return list(thing)
     content = getattr(thing, "__dict__", None)
-    return [content] if isinstance(content, dict) else []
+    inside: list[Any] = [content] if isinstance(content, dict) else []
+    return [*inside, *slots_of(thing).values()]
+
+
+def slots_of(thing: Any) -> dict[str, Any]:
+    """By name: what an object has in its `__slots__`."""
+    names: list[str] = []
+    for kind in type(thing).__mro__ if type(thing).__module__ != "builtins" else ():
+        own = vars(kind).get("__slots__", ())
+        mangled = f"_{kind.__name__.lstrip('_')}__"
+        names += [
+            mangled + name[2:] if name.startswith("__") and not name.endswith("__") else name
+            for name in ([own] if isinstance(own, str) else own)
+        ]
+    found = {name: getattr(thing, name, _MISSING) for name in names if name not in _NO_SLOTS}
+    return {name: value for name, value in found.items() if value is not _MISSING}
+
+
+def around(model: nn.Module) -> list[Any]:
+    """What the functions of a model's classes can reach by name: globals of the files that they are
+    in, and what stands around them."""
+    kinds = {type(module) for module in model.modules()}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    found: list[Any] = []
+    for kind in own:
+        found += vars(sys.modules.get(kind.__module__, object)).values()
+        cells = getattr(kind.forward, "__closure__", None) or ()
+        found += [cell.cell_contents for cell in cells if cell != CellType()]
+    return found
+
+
+_MISSING = object()
+_NO_SLOTS = ("__dict__", "__weakref__")

@@ -24,11 +24,13 @@ from shoal.pipeline.dice import Dice
 from shoal.pipeline.fixed import FixedValues
 from shoal.pipeline.keeping import as_it_was
 from shoal.pipeline.nodes import INSIDE, LINE, changes_in_place, inside, is_of_the_users, line_of
-from shoal.pipeline.reach import reachable
+from shoal.pipeline.reach import around, reachable
 from shoal.pipeline.unseen import (
     BufferProxy,
+    LeftOver,
     Line,
     Reading,
+    StepAttribute,
     StepProxy,
     Unseen,
     WatchingWrites,
@@ -70,20 +72,24 @@ class _Tracer(fx.Tracer):
         self._open: list[str] = []
         """The modules that are being read, the innermost last."""
         self._is_noting = False
+        self._is_over = False
         self._qualname_counter = Counter()  # fx has one for all readings; two must number alike
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self._modules = {module: path for path, module in model.named_modules()}
         self._memory = memory_in(model)
         self._around = surroundings()
-        self._dice = Dice(reachable(model))
+        self._dice = Dice([*reachable(model), *around(model)])
 
     def read(self, model: nn.Module, fixed: dict[str, Any]) -> fx.Graph:
         with (
             watching_attributes(self._check_attribute),
             watching_reads(self._note_read),
-            WatchingWrites(self._check_write, self._check_question),
+            WatchingWrites(self._check_write, self._check_question, self._check_draw),
         ):
-            graph = self.trace(model, fixed)
+            try:
+                graph = self.trace(model, fixed)
+            finally:
+                self._is_over = True
         self._check_dice()
         if self._first is not None:  # and a forward() has caught it
             raise self._first
@@ -117,6 +123,13 @@ class _Tracer(fx.Tracer):
         return StepProxy(node, self)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if self._is_over:
+            raise LeftOver
+        if args[0] in (torch.autograd.grad, torch.autograd.backward):
+            self._refuse(
+                "computes gradients itself (torch.autograd.grad), which would end where its stage "
+                "begins"
+            )
         if kind.startswith("call_"):
             self._check_around()
         node = super().create_node(kind, *args, **kwargs)
@@ -128,6 +141,8 @@ class _Tracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
+        if type(a) in (StepProxy, StepAttribute, BufferProxy) and a.tracer is not self:
+            raise LeftOver
         is_made = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
         if is_made and a.requires_grad and memory_of(a) not in self._memory:
             self._refuse(
@@ -145,6 +160,8 @@ class _Tracer(fx.Tracer):
         if name is None:
             return super().getattr(attr, attr_val, parameter_proxy_cache)
         if name not in parameter_proxy_cache:
+            path, _, own_name = name.rpartition(".")
+            self.values.note(path, self.root.get_submodule(path), own_name, attr_val)
             parameter_proxy_cache[name] = self.create_proxy(
                 "get_attr", name, (), {}, proxy_factory_fn=lambda n: BufferProxy(n, self, attr_val)
             )
@@ -161,15 +178,15 @@ class _Tracer(fx.Tracer):
 
     def _check_dice(self) -> None:
         if self._dice.were_thrown():
-            self._refuse("draws random numbers that would be the same ones for every batch")
+            self._refuse(_DRAWS)
 
     def _check_attribute(self, module: nn.Module, name: str) -> None:
         if module in self._modules and not self._is_noting:
             self._refuse(f"sets the attribute {name!r}, as it would not do with every batch")
 
     def _note_read(self, module: nn.Module, name: str, value: Any) -> None:
-        if module in self._modules and is_users(sys._getframe(2)):
-            self.values.note(self._modules[module], module, name, value)
+        if module in self._modules and is_users(frame := sys._getframe(2)):
+            self.values.note(self._modules[module], module, name, value, frame.f_code)
 
     def _check_write(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         is_step = any(isinstance(each, fx.Proxy) for each in args)
@@ -182,6 +199,9 @@ class _Tracer(fx.Tracer):
     def _check_question(self, tensor: torch.Tensor) -> None:
         if memory_of(tensor) in self._memory:
             self._refuse("asks whether a weight is trained (requires_grad), which may change")
+
+    def _check_draw(self) -> None:
+        self._refuse(_DRAWS)
 
     def _refuse(self, what: str) -> NoReturn:
         self._stop(Unseen(what))
@@ -204,6 +224,7 @@ class _Tracer(fx.Tracer):
         raise self._first
 
 
+_DRAWS = "draws random numbers that would be the same ones for every batch"
 _IS_FIXED = "has been specialized to have value"
 """In what torch.fx says of inputs that were fixed."""
 
@@ -283,6 +304,8 @@ def _read_twice(
                 tracer = _Tracer(model, whole)
                 try:
                     graph = tracer.read(model, fixed)
+                except LeftOver:
+                    raise
                 except Exception as error:
                     if tracer.failed and tracer.failed not in whole:
                         whole.add(tracer.failed)

@@ -13,6 +13,7 @@ import itertools
 import linecache
 import operator
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,27 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.errors import ModelError
+
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 class Unseen(Exception):
     """A forward() does what would be lost. The message goes on after the forward's name."""
+
+
+class LeftOver(ModelError):
+    """What stands for a value in one reading is kept somewhere, and came up again after it."""
+
+    def __init__(self) -> None:
+        line = users_line(traceback.walk_stack(sys._getframe(1)))
+        super().__init__(
+            "the model keeps what it has computed for later calls, where nobody can put it back "
+            "(functools.lru_cache, a dict outside of the model). It was read by torch.fx, and what "
+            "is kept there now is no value. Ways out: compute that in __init__, as a buffer; or "
+            "keep it in an attribute of the module." + (f"\n  {line}" if line else "")
+        )
 
 
 class Line(NamedTuple):
@@ -105,13 +121,13 @@ def watching_attributes(told: Callable[[nn.Module, str], None]) -> Iterator[None
 
 @contextmanager
 def watching_reads(told: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
-    """Meanwhile, each attribute of a module that is not torch's own affair is told of when read."""
+    """Meanwhile, each attribute of a module that it has itself is told of when read."""
     kind: Any = nn.Module
     read = object.__getattribute__
 
     def read_and_tell(module: nn.Module, name: str) -> Any:
         value = read(module, name)
-        if isinstance(value, _PLAIN) and name != "training":
+        if name != "training" and (isinstance(value, _PLAIN) or name in vars(module)):
             told(module, name, value)
         return value
 
@@ -128,17 +144,20 @@ _PLAIN = (bool, int, float, complex, str, list, tuple, dict)
 class WatchingWrites(TorchFunctionMode):
     """Meanwhile, each tensor that is about to get other values is told of, with all arguments.
 
-    And each that the user's code asks whether it needs a gradient.
+    And each that the user's code asks whether it needs a gradient; and that random numbers are
+    drawn from dice of the user's own, which may be anywhere.
     """
 
     def __init__(
         self,
         told: Callable[[torch.Tensor, tuple[Any, ...]], None],
         asked: Callable[[torch.Tensor], None] = lambda tensor: None,
+        draws: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._told = told
         self._asked = asked
+        self._draws = draws
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -146,6 +165,8 @@ class WatchingWrites(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _ASKS and is_users(sys._getframe(1)):
             self._asked(args[0])
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self._draws()
         given = (*args, *kwargs.values())  # torch.nn.init gives its tensor by name
         written = [*(given[:1] if _writes(func) else ()), kwargs.get("out")]
         for each in written:
@@ -216,10 +237,16 @@ class StepProxy(fx.Proxy):
             self.tracer._refuse("looks for a value in a set or a dict")  # type: ignore[attr-defined]
         return id(self)
 
-    def __getattr__(self, name: str) -> StepAttribute:
+    def __getattr__(self, name: str) -> fx.Proxy:  # type: ignore[override]
         if is_users(frame := sys._getframe(1)) and _calls(frame, "hasattr"):
             self.tracer._refuse("asks what kind of thing a value is (hasattr)")  # type: ignore[attr-defined]
+        if name in _VIEWS:  # a step where it is named; torch.fx has one where it is first used
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return StepAttribute(self, name)
+
+
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")
+"""Attributes that are tensors: in which order values are used is that of their gradients' sum."""
 
 
 class StepAttribute(StepProxy, fx.proxy.Attribute):

@@ -55,6 +55,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_link(crew: Crew, transport: str, settings: LinkSettings) -> Link:
     """Every rank must call this."""
+    crew.agree("the transport of a link", transport)
     _together(crew, "terms", lambda: _check(settings))
     match transport:
         case "zmq":

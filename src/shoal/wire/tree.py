@@ -48,7 +48,9 @@ def arrives_as_it_is(tree: Tree) -> bool:
         return all(map(arrives_as_it_is, tree))
     if type(tree) in (dict, OrderedDict):
         return all(map(arrives_as_it_is, tree.values()))
-    return isinstance(tree, torch.Tensor | bool | int | float | str | bytes | None)
+    if isinstance(tree, torch.Tensor):
+        return tree.layout == torch.strided
+    return isinstance(tree, bool | int | float | str | bytes | None)
 
 
 def detached(tree: Tree) -> Tree:

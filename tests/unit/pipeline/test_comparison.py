@@ -6,10 +6,13 @@ Each of the models below was once trained as another one, without a word.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,16 +162,6 @@ class Functional(Two):
     def forward(self, x: Tensor) -> Tensor:
         still = {name: weight.detach() for name, weight in self.b.named_parameters()}
         return torch.func.functional_call(self.b, still, torch.tanh(self.a(x))) + self.b(x)
-
-
-class Penalty(Two):
-    """Differentiates within forward(), over the cut."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x))
-        out = self.b(h) * h
-        (slope,) = torch.autograd.grad(out.sum(), h, create_graph=True)
-        return out + slope
 
 
 class Goes(Two):
@@ -341,7 +334,6 @@ OTHERS: dict[Callable[[], nn.Module], str] = {
     Transposed: "gradient of b.weight",
     Subscript: "gradient of w",
     Functional: "gradient of b.weight",
-    Penalty: "gradient of b.weight",
     Goes: "the gradient of",
     ByDict: "the output differs",
     ByDtype: "the output differs",
@@ -397,6 +389,107 @@ def test_a_loss_that_looks_at_what_another_stage_has_left() -> None:
     encoder: Any = model[0]
     with pytest.raises(ModelError, match="stage 1 computes with a value of stage 0 that did not"):
         compare(model, [1], lambda output, target: F.mse_loss(output, target) + encoder.size)
+
+
+class Notes(nn.Module):
+    """Kept whole; writes down what another layer reads."""
+
+    def __init__(self, notes: Any) -> None:
+        super().__init__()
+        self.layer, self.notes = square(), notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.isnan().any():
+            write(self.notes, int((x > 0).sum()))
+        return self.layer(x)
+
+
+class Looks(nn.Module):
+    def __init__(self, notes: Any) -> None:
+        super().__init__()
+        self.layer, self.notes = square(), notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / look(self.notes) if not x.isnan().any() else x
+
+
+@dataclass(slots=True)
+class Page:
+    count: int = 1
+
+
+class Book:
+    def __init__(self) -> None:
+        self.count = 1
+
+
+def write(notes: Any, count: int) -> None:
+    match notes:
+        case dict():
+            notes["count"] = count
+        case list():
+            notes.append(count)
+        case numpy.ndarray():
+            notes[0] = count
+        case _:
+            notes.count = count
+
+
+def look(notes: Any) -> float:
+    match notes:
+        case dict():
+            return float(notes["count"])
+        case list() | numpy.ndarray():
+            return float(notes[-1])
+    return float(notes.count)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: {"count": 1}, lambda: [1], lambda: numpy.ones(1), Page, Book]
+)
+def test_what_modules_of_two_stages_tell_each_other(make: Callable[[], Any]) -> None:
+    """In one process it arrives, on ranks of their own it would not."""
+    notes = make()
+    model = nn.Sequential(Notes(notes), nn.Tanh(), Looks(notes))
+    with pytest.raises(ModelError, match=r"stage 0 changes 0\.notes, which stage 1 has, too"):
+        compare(model, [1])
+    assert look(notes) == 1  # as it was
+    compare(nn.Sequential(Notes(notes), Looks(notes), nn.Tanh()), [2])  # in one stage they may
+    compare(nn.Sequential(Looks(notes), nn.Tanh(), Looks(notes)), [1])  # and if nobody writes
+
+
+def test_a_cache_that_nobody_can_put_back_is_filled_with_the_models_own_weights() -> None:
+    """It had those that the model was tried with, somewhat other ones, and kept them for good."""
+
+    class Inverts(nn.Module):
+        matrix: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("matrix", torch.eye(WIDTH) * 2)
+
+        @functools.cache  # noqa: B019 (that is the point)
+        def inverse(self) -> Tensor:
+            return torch.linalg.inv(self.matrix)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.inverse() if not x.isnan().any() else x
+
+    inverts = Inverts()
+    compare(nn.Sequential(square(), inverts, square()), [1])
+    assert inverts.inverse().equal(torch.eye(WIDTH) / 2)
+
+
+def test_what_autocast_keeps_of_the_weights_it_was_tried_with_is_forgotten() -> None:
+    model = nn.Sequential(square(), nn.Tanh(), square())
+    x = rows()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare(model, [1])
+        after = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone = model(x)
+    assert torch.equal(after, alone)
+    assert after.requires_grad
 
 
 def test_what_only_eval_does() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
+from shoal.pipeline.fixed import FixedNones
 from shoal.pipeline.graph import read
 
 
@@ -31,6 +34,68 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.tau if x.sum() > 0 else x
+
+
+class Config:
+    """Of the user's own."""
+
+    def __init__(self) -> None:
+        self.tau, self.epoch, self.inner = 1.0, 0, {"k": {"tau": 1.0}}
+
+
+class Takes(nn.Module):
+    """From all kinds of things."""
+
+    beta: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.config, self.act = nn.Linear(2, 2), Config(), torch.relu
+        self.number, self.pairs, self.plain = numpy.float32(1), ((1.0, 2.0),), torch.tensor(1.0)
+        self.register_buffer("beta", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.layer(x)) * self.config.tau * float(self.number) * self.pairs[0][0]
+        return x * self.plain * self.beta * self.config.inner["k"]["tau"]
+
+
+CHANGES: dict[str, Callable[[Takes], object]] = {
+    "config of the model was {tau: 1.0,": lambda model: setattr(model.config, "tau", 2.0),
+    "config of the model was": lambda model: model.config.inner["k"].update(tau=2.0),
+    "number of the model was": lambda model: setattr(model, "number", numpy.float32(2)),
+    "pairs of the model was": lambda model: setattr(model, "pairs", ((2.0, 2.0),)),
+    "plain of the model was tensor(1.) when it was read, and is tensor(2.) now": lambda model: (
+        setattr(model, "plain", torch.tensor(2.0))
+    ),
+    "beta of the model was tensor(1.)": lambda model: setattr(model, "beta", torch.tensor(2.0)),
+    "act of the model was relu when it was read, and is tanh now": lambda model: setattr(
+        model, "act", torch.tanh
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "change"), CHANGES.items())
+def test_whatever_it_was_read_from(words: str, change: Callable[[Takes], object]) -> None:
+    model = Takes()
+    values = read(model).values
+    model.config.epoch += 1  # no word of forward()'s
+    model.plain.fill_(1)
+    model.beta.mul_(1)
+    values.check()
+    change(model)
+    with pytest.raises(ModelError) as caught:
+        values.check()
+    assert words in str(caught.value)
+
+
+def test_what_is_none_in_one_batch_is_none_in_all() -> None:
+    nones = FixedNones([("x_1", "x"), ("mask_1", "mask")])
+    nones.check({"x_1": [torch.ones(2), None], "mask_1": {"a": 1}})
+    nones.check({"x_1": [torch.zeros(3), None], "mask_1": {"a": 2}})
+    with pytest.raises(ModelError, match=r"x: mask\['a'\] is None, and was not in the first batch"):
+        nones.check({"x_1": [torch.ones(2), None], "mask_1": {"a": None}})
+    with pytest.raises(ModelError, match=r"x: x\[1\] is not None, and was in the first batch"):
+        nones.check({"x_1": [torch.ones(2), 1], "mask_1": {"a": 1}})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,11 @@ class Settings:
     seen: list[float] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Slots:
+    step: int = 0
+
+
 class Holds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +44,8 @@ class Holds(nn.Module):
         self.settings = Settings()
         self.hidden = [nn.Linear(2, 2)]
         self.dice, self.torch_dice = random.Random(1), torch.Generator().manual_seed(1)
+        self.numpy_dice, self.old_dice = numpy.random.default_rng(1), numpy.random.RandomState(1)
+        self.slots, self.array = Slots(), numpy.zeros(2)
         self.register_buffer("kept", torch.ones(3))
 
 
@@ -50,11 +58,22 @@ def snapshot(model: Holds) -> list[Any]:
         [model.dice.getstate(), model.torch_dice.get_state(), torch.random.get_rng_state()],
         [random.getstate(), sorted(vars(model)), sorted(model._buffers), model.layer.weight.grad],
         model.hidden[0].weight.requires_grad,
+        [model.slots.step, model.array.tolist(), str(model.numpy_dice.bit_generator.state)],
+        [str(model.old_dice.get_state()), DICE.getstate(), GLOBAL_DICE.get_state()],
     ]
+
+
+DICE, GLOBAL_DICE = random.Random(2), torch.Generator()
 
 
 def change(model: Holds) -> None:
     """All that a forward() might."""
+    model.slots.step += 1
+    model.array += 1
+    model.numpy_dice.random()
+    model.old_dice.rand()
+    DICE.random()
+    torch.rand((), generator=GLOBAL_DICE)
     model.number, model.text, model.new = 2, "b", 3
     del model.plain
     model.row.append(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,13 @@ PLAN = Plan(stages=2, microbatches=4, loss=F.mse_loss, optimizer=torch.optim.SGD
         {"reduction": "sum"},
         {"clip_norm": 1.0},
         {"optimizer": None},
+        {"optimizer": torch.optim.Adam},
+        {"optimizer_options": {"lr": 0.1}},
+        {"optimizer_options": {"betas": (0.9, 0.5)}},
         {"loss": None},
+        {"loss": F.l1_loss},
+        {"loss": nn.MSELoss()},
+        {"loss": functools.partial(F.mse_loss, reduction="mean")},
         {"seed": 7},
         {"stages": 3},
         {"cuts": ["fc"]},
@@ -43,7 +50,11 @@ def test_terms_that_differ(other: dict[str, Any]) -> None:
 
 def test_terms_are_the_same_where_only_objects_differ() -> None:
     """A loss may be a lambda, which is another object in every process."""
-    assert terms(replace(PLAN, loss=lambda a, b: (a - b).sum())) == terms(PLAN)
+    made = []
+    for _ in range(2):
+        options = {"lr": torch.tensor(0.1)}
+        made.append(replace(PLAN, loss=lambda a, b: (a - b).sum(), optimizer_options=options))
+    assert terms(made[0]) == terms(made[1])
 
 
 def test_sequential_takes_the_batch_whole_whatever_is_said() -> None:

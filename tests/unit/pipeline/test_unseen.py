@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -115,6 +117,43 @@ class PythonNoise(Layers):
         if random.random() < 2:
             x = self.a(x)  # here
         return x
+
+
+DICE = random.Random(1)
+TORCH_DICE = torch.Generator()
+NUMPY_DICE = numpy.random.default_rng(1)
+
+
+class GlobalDice(Layers):
+    """Drops its first layer so seldom that it was not seen in a few readings: it never did."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if DICE.random() > 1e-9:
+            x = self.a(x)  # here
+        return x
+
+
+class GlobalTorchDice(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand((), generator=TORCH_DICE) > 1e-9:  # here
+            x = self.a(x)
+        return x
+
+
+class GlobalNumpyDice(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if NUMPY_DICE.random() > 1e-9:
+            x = self.a(x)  # here
+        return x
+
+
+class Force(Layers):
+    """Minus the gradient of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = torch.tanh(self.a(x)).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)  # here
+        return -force
 
 
 class Average(Layers):
@@ -229,6 +268,10 @@ ALL: list[tuple[type[Layers], str]] = [
     (Remembers, "does not do the same when it is called again"),
     (Noise, "draws random numbers"),
     (PythonNoise, "draws random numbers"),
+    (GlobalDice, "draws random numbers"),
+    (GlobalTorchDice, "draws random numbers"),
+    (GlobalNumpyDice, "draws random numbers"),
+    (Force, "computes gradients itself"),
     (Average, "changes a tensor of the model"),
     (Plain, "changes a tensor of the model"),
     (Penalty, "computes with parameters that it does not take by name"),
@@ -537,3 +580,51 @@ def test_what_a_wrapped_function_does_is_done_though_nobody_uses_what_it_gives()
     assert not torch.equal(model.run, torch.ones(WIDTH))
     with pytest.raises(AssertionError, match="too few"):
         read_model(torch.ones(1, WIDTH))
+
+
+# -- what is kept elsewhere ------------------------------------------------------------------------
+
+
+KEPT: dict[str, Any] = {}
+
+
+class KeepsOutside(Layers):
+    """Between two readings it kept what stands for a value, and gave that to real batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "inverse" not in KEPT:
+            KEPT["inverse"] = torch.linalg.inv(self.run.diag())
+        return self.b(x) @ KEPT["inverse"]
+
+
+class KeepsByCache(Layers):
+    @functools.cache  # noqa: B019 (that is the point)
+    def inverse(self) -> Tensor:
+        return torch.linalg.inv(self.run.diag())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) @ self.inverse()
+
+
+@pytest.mark.parametrize("kind", [KeepsOutside, KeepsByCache])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_what_it_computed_is_kept_where_nobody_can_put_it_back(
+    kind: type[Layers], is_inside: bool
+) -> None:
+    KEPT.clear()
+    model = nn.Sequential(nn.Tanh(), kind()) if is_inside else kind()
+    with pytest.raises(ModelError, match="keeps what it has computed for later calls"):
+        trace(model)
+
+
+@pytest.mark.parametrize("name", ["T", "mT", "real"])
+def test_an_attribute_that_is_a_tensor_is_a_step_where_it_is_named(name: str) -> None:
+    """torch.fx has the step where it is used first: gradients were summed in another order."""
+
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            named = getattr(x, name)
+            return torch.sin(x) + torch.tanh(x) + named.sum()
+
+    steps = [node.name for node in trace(Named()).nodes]
+    assert steps.index("getattr_1") < steps.index("sin")
