@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shoal.closing import Closing
 from shoal.errors import PeerSilent, ShoalError, WireError, reason_of
+from shoal.interrupts import Held
 from shoal.wire.inbox import Inbox, ReceiveJob
 from shoal.wire.slots import keep_memory
 from shoal.wire.terms import check_places, check_seconds, check_way
@@ -70,15 +71,29 @@ class Link(Closing):
         into: a tree with tensors to be filled, instead of new ones: as many as come, in the same
             places, of the same dtypes and shapes. They are in what is returned.
         """
-        job = self.irecv(source, tag, into)
+        job: ReceiveJob | None = None
         try:
+            with Held():  # or Ctrl-C would leave behind who takes a message away, for nobody
+                job = self._ask(source, tag, into)
             return job.wait(timeout_s)
         except BaseException:
-            self.give_up(job)
+            if job is not None:
+                self.give_up(job)
             raise
 
     def irecv(self, source: int, tag: str = "", into: Tree = None) -> ReceiveJob:
         """Like recv, but at once: `job.done()`, `job.wait()`."""
+        job: ReceiveJob | None = None
+        try:
+            with Held():
+                job = self._ask(source, tag, into)
+        except BaseException:
+            if job is not None:
+                self.give_up(job)
+            raise
+        return job
+
+    def _ask(self, source: int, tag: str, into: Tree) -> ReceiveJob:
         check_way(source, tag, self.rank, self.size)
         if into is not None:
             check_places(into)
@@ -101,7 +116,8 @@ class Link(Closing):
 
         The places that it brought are free again afterwards: nothing more is written there.
         """
-        self._inbox.withdraw(job)
+        with Held():
+            self._inbox.withdraw(job)
         self._inbox.wait_until(lambda: not self._inbox.is_filling(job), self.timeout_s)
 
     def discard(self, *beginnings: str) -> None:

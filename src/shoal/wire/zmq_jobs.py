@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ class SendJob(Job):
         return self._link.tend(self._is_over)
 
     def _is_over(self) -> bool:
-        return self._peer.is_gone or all(buffer.is_free() for buffer in self._buffers)
+        is_nobodys = self._peer.is_gone or self._peer.deaf is not None
+        return is_nobodys or all(buffer.is_free() for buffer in self._buffers)
 
     def wait(self, timeout_s: float | None = None) -> Tree:
         limit_s = seconds(timeout_s, self._link.timeout_s)
@@ -40,6 +42,8 @@ class SendJob(Job):
             while not buffer.is_free(SEND_TURN_S):
                 if self._peer.is_gone:
                     raise self._link.lost(self._peer.rank)
+                if self._peer.deaf:
+                    raise copy.copy(self._peer.deaf)
                 if time.monotonic() > deadline:
                     raise not_taken(self._peer.name, limit_s)
                 self._link.tend(self._is_over)
@@ -70,4 +74,4 @@ class LendJob(Job):
             return None
         if self._peer.is_gone:
             raise self._link.lost(self._peer.rank)
-        raise WireError("the link was closed")
+        raise copy.copy(self._peer.deaf) if self._peer.deaf else WireError("the link was closed")

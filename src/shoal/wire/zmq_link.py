@@ -16,6 +16,7 @@ they are short, so that a slow receiver slows its senders and does not fill its 
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 import struct
@@ -27,6 +28,7 @@ from contextlib import suppress
 import zmq
 
 from shoal.errors import PeerLost, PeerSilent, WireError
+from shoal.interrupts import Held
 from shoal.network import is_loopback
 from shoal.wire import front, zmq_sockets
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
@@ -49,7 +51,7 @@ from shoal.wire.zmq_pieces import (
     send_pieces,
 )
 from shoal.wire.zmq_receiving import Receiving
-from shoal.wire.zmq_signs import BORROWER, DROPPED, GOODBYE, HELLO, LENT, say, say_goodbye
+from shoal.wire.zmq_signs import BORROWER, DEAF, DROPPED, GOODBYE, HELLO, LENT, say, say_goodbye
 from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
 
 LAST_WORDS_S = 1.0
@@ -254,6 +256,8 @@ class ZmqLink(Link):
                 raise WireError("the link was closed")
             if peer.is_gone:
                 raise self.lost(peer.rank)
+            if peer.deaf:
+                raise copy.copy(peer.deaf)
             number = peer.num_sent
             head, buffers = peer.packer.pack(tree, tag, number)
             peer.num_sent += 1
@@ -349,9 +353,15 @@ class ZmqLink(Link):
         for peer in self._peers.values():
             peer.has_gap = True
             self._inbox.lose(peer.rank, error)
+        text = f"was interrupted while it received ({type(why).__name__})"
+        with Held():
+            for peer in self._peers.values():
+                if peer.guest.is_connected and not (peer.is_gone or peer.torn):
+                    say(peer, DEAF, text)
 
     def give_up(self, job: ReceiveJob) -> None:
-        self._inbox.withdraw(job)
+        with Held():
+            self._inbox.withdraw(job)
         if self._inbox.is_filling(job):
             with self._pumping:  # nobody receives into its places meanwhile
                 due = self._peers[job.peer].due
@@ -390,7 +400,12 @@ class ZmqLink(Link):
         peer.has_pulse = True
 
     def _hear_farewell(self, peer: Peer, sign: bytes, reason: str) -> None:
-        if sign == GOODBYE:
+        if sign == DEAF:
+            if self._seals:
+                self._seals.break_for(peer.rank)
+            peer.deaf = PeerLost(f"{peer.name} {reason}: it takes nothing more from {self._name}")
+            peer.take_back()
+        elif sign == GOODBYE:
             self._drop(peer, PeerLost(has_left(peer.name, reason)))
         else:
             self._drop(peer, PeerLost(f"{peer.name} dropped {self._name}: {reason}"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from shoal.errors import PeerLost
 from shoal.wire import front
 from shoal.wire.lending import Lender
 from shoal.wire.zmq_gate import Guest
@@ -59,6 +60,8 @@ class Peer:
     """By message: what it has not taken yet."""
     torn: str = ""
     """What interrupted us in the midst of a message to it. It can be told goodbye, and no more."""
+    deaf: PeerLost | None = None
+    """It was interrupted while it received, and takes nothing more. What it sends is received."""
     has_gap: bool = False
     """A message of it is lost, or was taken back: what it sent after that is not for anybody."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from shoal.errors import WireError
+from shoal.interrupts import Held
 from shoal.wire import front, lending
 from shoal.wire.inbox import Inbox
 from shoal.wire.lending import TakenBack, is_readable
@@ -22,6 +23,7 @@ from shoal.wire.zmq_peer import Peer
 from shoal.wire.zmq_pieces import LAST, MORE, Due, check_size, is_whole, send
 from shoal.wire.zmq_signs import (
     BORROWER,
+    DEAF,
     DROPPED,
     GOODBYE,
     HELLO,
@@ -135,7 +137,7 @@ class Receiving:
             peer.has_come = True
             peer.borrows = sign == BORROWER and self._lends
             self._gate.greet(self.frame, peer.guest, brings_all=True)
-        elif sign in (GOODBYE, DROPPED):
+        elif sign in (GOODBYE, DROPPED, DEAF):
             reason = self._next().bytes[:MAX_REASON_LETTERS] if self.has_more else b""
             self._on_farewell(peer, sign, reason.decode("utf-8", "replace").strip())
         else:
@@ -162,7 +164,11 @@ class Receiving:
             self._gate.note_broken(peer.guest)  # it is leaving: its last words may say why
             return
         self._inbox.deliver(arrival)
-        with suppress(zmq.Again), peer.lock:  # if its connection broke, that is found out soon
+        with (
+            suppress(zmq.Again),
+            Held(),
+            peer.lock,
+        ):  # if its connection broke, that is found out soon
             send(peer.dealer, TAKEN, MORE)
             send(peer.dealer, NUMBER.pack(count), LAST)
 

@@ -13,9 +13,10 @@ from shoal.wire.zmq_jobs import SEND_TURN_S
 from shoal.wire.zmq_peer import Peer
 from shoal.wire.zmq_pieces import SentMemory
 
-HELLO, BORROWER, GOODBYE, DROPPED, LENT, TAKEN = b"h", b"b", b"g", b"d", b"l", b"t"
-"""Behind it a reason (goodbye, dropped), a front and addresses (lent), a message's number (taken).
-A borrower says hello, and can read what is lent to it."""
+HELLO, BORROWER, GOODBYE, DROPPED, DEAF = b"h", b"b", b"g", b"d", b"x"
+LENT, TAKEN = b"l", b"t"
+"""Behind it a reason (goodbye, dropped, deaf), a front and addresses (lent), a message's number
+(taken). A borrower says hello, and can read what is lent to it."""
 MAX_REASON_LETTERS = 500
 
 
