@@ -18,7 +18,7 @@ import torch
 from shoal.wire import first_piece, front
 from shoal.wire.connections import Outflow
 from shoal.wire.dist_arrivals import FOR_EVER
-from shoal.wire.dist_parts import PIECE_BYTES, Parts, parts_of
+from shoal.wire.dist_parts import Parts, parts_of
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.tree import Tree
 
@@ -58,10 +58,8 @@ class Departures:
         packer: front.Packer,
         lane: GpuLane | None,
         outflow: Outflow | None,
-        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """other: the peer's rank within the group of two. outflow: of its connection, if known."""
-        self._piece_bytes = piece_bytes
         self.lock = threading.Lock()
         self.is_torn = False
         """A message was begun and not all of it will go."""
@@ -85,7 +83,7 @@ class Departures:
         said = front.without_number(head)
         if self._is_repeated and said == self._said and first_piece.may_stand(buffers):
             head = b""  # the other side knows what it would say: it was said twice, and none since
-        departure = self._begin(parts_of(head, buffers, piece_bytes=self._piece_bytes), said)
+        departure = self._begin(parts_of(head, buffers), said)
         return departure, bool(buffers)
 
     def begin_sign(self, text: bytes) -> None:

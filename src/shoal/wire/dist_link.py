@@ -30,7 +30,7 @@ from shoal.wire import front
 from shoal.wire.connections import Outflow, connections
 from shoal.wire.dist_arrivals import Arrivals
 from shoal.wire.dist_departures import Departures
-from shoal.wire.dist_parts import LOCAL_PIECE_BYTES, PIECE_BYTES
+from shoal.wire.dist_parts import PIECE_BYTES
 from shoal.wire.dist_peer import A_MOMENT_S, Outgoing, Peer
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
@@ -105,7 +105,6 @@ class DistLink(Link):
         options._threads = 1
         options._devices = [gloo.create_device(hostname=address)]
         self._is_local = is_loopback(address)
-        piece_bytes = LOCAL_PIECE_BYTES if self._is_local else PIECE_BYTES
         for other in range(self.size):
             if other == self.rank:
                 continue
@@ -123,11 +122,8 @@ class DistLink(Link):
             made = connections() - before
             # If there are several, somebody else made one meanwhile, and nobody knows which it is.
             outflow = Outflow(next(iter(made))[0]) if len(made) == 1 else None
-            arrivals = Arrivals(
-                other, group, place, self._inbox, self._limit_bytes, lane, made, piece_bytes
-            )
-            departures = Departures(group, place, packer, lane, outflow, piece_bytes)
-            peer = Peer(other, name, arrivals, departures)
+            arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane, made)
+            peer = Peer(other, name, arrivals, Departures(group, place, packer, lane, outflow))
             peer.rouse = functools.partial(self._rouse, peer)
             peer.arrivals.listen()
             self._peers[other] = peer

@@ -19,8 +19,6 @@ from shoal.wire.slots import as_tensor, view_of
 FIRST, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
 """NEVER: what nothing is sent under."""
 PIECE_BYTES = first_piece.MOST_ROOM_BYTES
-LOCAL_PIECE_BYTES = 16 * 2**20
-"""Within one host, where so many take but a moment: every further piece costs a turn of threads."""
 
 
 class Parts(NamedTuple):
@@ -30,17 +28,8 @@ class Parts(NamedTuple):
     """What goes from GPU to GPU, behind all else."""
 
 
-def parts_of(
-    head: bytes,
-    buffers: list[Memory],
-    *,
-    is_sign: bool = False,
-    piece_bytes: int = PIECE_BYTES,
-) -> Parts:
-    """In the order in which they are sent. head: none where the first buffer stands for it.
-
-    piece_bytes: of a buffer that is cut, at most.
-    """
+def parts_of(head: bytes, buffers: list[Memory], *, is_sign: bool = False) -> Parts:
+    """In the order in which they are sent. head: none where the first buffer stands for it."""
     fronts: list[tuple[int, torch.Tensor]] = []
     wholes: list[tuple[int, torch.Tensor]] = []
     pieces: list[tuple[int, torch.Tensor]] = []
@@ -60,7 +49,7 @@ def parts_of(
             wholes.append((WHOLE + buffer.nbytes, torch.from_numpy(buffer)))
         else:
             content = as_tensor(view_of(buffer))
-            pieces += [(PIECE, piece) for piece in content.split(piece_bytes)]
+            pieces += [(PIECE, piece) for piece in content.split(PIECE_BYTES)]
     # The front after what the other side may be waiting for: it wakes up once, for both.
     row = wholes + fronts + pieces
     return Parts([tag for tag, _ in row], [piece for _, piece in row], on_gpu)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.wire.dist_link import DistLink
-from shoal.wire.dist_parts import FIRST, LOCAL_PIECE_BYTES, PIECE, PIECE_BYTES
+from shoal.wire.dist_parts import FIRST, PIECE, PIECE_BYTES
 from shoal.wire.first_piece import MAX_PIECE_BYTES, with_length
 from shoal.wire.tree import Tree, tensors_of, with_tensors
 
@@ -230,22 +230,20 @@ def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
     sender, receiver = join(hung_s=HUNG_S)
     receiver._peers[0].arrivals._connections.clear()  # here the sender lives, and shows it
     way = sender._peers[1].departures
-    message = filled(3 * LOCAL_PIECE_BYTES, 1)
+    message = filled(3 * PIECE_BYTES, 1)
     place = torch.zeros_like(message)
     job = receiver.irecv(0, into=place)
     head, _ = way._packer.pack(message, "", 0)
     front = torch.frombuffer(bytearray(with_length(head)), dtype=torch.uint8)
     assert len(front) <= MAX_PIECE_BYTES
-    for tag, piece in ((FIRST, front), (PIECE, message[:LOCAL_PIECE_BYTES])):
+    for tag, piece in ((FIRST, front), (PIECE, message[:PIECE_BYTES])):
         way._group.send([piece], way._other, tag).wait(timedelta(seconds=SOON_S))
     with pytest.raises(PeerSilent, match="no sign of life"):
         job.wait()
     place.zero_()
 
     def come_back() -> None:
-        rest = way._group.send(
-            [message[LOCAL_PIECE_BYTES : 2 * LOCAL_PIECE_BYTES]], way._other, PIECE
-        )
+        rest = way._group.send([message[PIECE_BYTES : 2 * PIECE_BYTES]], way._other, PIECE)
         rest.wait(timedelta(seconds=SOON_S))
 
     with pytest.raises(RuntimeError):
