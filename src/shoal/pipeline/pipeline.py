@@ -124,7 +124,7 @@ class Pipeline:
         self._values = graph.values
         self._given = weakref.ref(module)
         self._given_mode = module.training
-        """Of the model that was given, when pipe.train() or eval() was called last."""
+        """Of the model that was given, when it was looked at last."""
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self._graph = graph
         if plan.cuts is not None:
@@ -380,13 +380,7 @@ class Pipeline:
         """The shares of the micro-batches and, in stage 0, their inputs."""
         is_training = self.module.training
         self._values.check()
-        given = self._given()
-        if given is not None and given.training not in (self._given_mode, is_training):
-            was = "train" if given.training else "eval"
-            raise ModelError(
-                f"{type(given).__name__}.{was}() was called on the model, which changes some of "
-                f"its steps in stages, and not others. Call pipe.{was}()."
-            )
+        self._check_mode()
         if self.stage_number > 0:
             with self.timeline.span("wait"):
                 samples = self._calls.hear(what, is_training=is_training)
@@ -395,6 +389,19 @@ class Pipeline:
         named, parts = self._batches.inputs(x)
         self._calls.announce(what, parts[0].total, is_training=is_training)
         return parts, micro_batches.split(named, parts)
+
+    def _check_mode(self) -> None:
+        """That nobody has called train() or eval() of the model itself, and not the pipeline's."""
+        given, is_training = self._given(), self.module.training
+        if given is None:
+            return
+        if given.training not in (self._given_mode, is_training):
+            was = "train" if given.training else "eval"
+            raise ModelError(
+                f"{type(given).__name__}.{was}() was called on the model, which changes some of "
+                f"its steps in stages, and not others. Call pipe.{was}()."
+            )
+        self._given_mode = given.training
 
     def _schedule(self, name: str, count: int) -> Schedule:
         key = (name, count)

@@ -1,8 +1,8 @@
 """Memory of large tensors that came, used again for the next of the same size.
 
-What is at most 32 MiB the C library keeps for later (`keep_memory` in slots.py). Larger blocks it
-gives back to the system as soon as they are free, and each new one comes with page faults, which
-take up to as long as what is received into it.
+Blocks of more than 32 MiB the C library gives back to the system as soon as they are free, smaller
+ones sometimes (`keep_memory` in slots.py), and each new one comes with page faults, which take up
+to as long as what is received into it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy
 
 ALIGNMENT = 64
 """Where torch puts its tensors. How matrix products round depends on it."""
-LEAST_BYTES = 32 * 2**20
+LEAST_BYTES = 8 * 2**20
 MOST_BYTES = 128 * 2**20
 """Of what is kept. For larger tensors there is `into=`."""
 MOST_KEPT = 2

@@ -68,7 +68,7 @@ def test_no_more_than_two_are_kept() -> None:
 
 
 @pytest.mark.parametrize("size", [LEAST_BYTES - 4, MOST_BYTES + 4])
-def test_what_the_c_library_keeps_and_what_is_too_much_are_not_kept(size: int) -> None:
+def test_what_is_too_little_and_what_is_too_much_are_not_kept(size: int) -> None:
     blocks = Blocks()
     for _ in range(3):
         taken(blocks, size)
