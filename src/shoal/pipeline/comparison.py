@@ -146,14 +146,18 @@ class Comparison:
         materialise(model, self.plan.seed, torch.device("cpu"))
         for is_training in dict.fromkeys((mode, False)) if count else ():
             self._fill_caches(samples, is_training)
-            for few, spread in ((FEW, SPREAD), (FEW, 0.0), (count, 0.0)):
-                with as_it_was(model, with_weights=True):
+            # A target that is none may fail the loss: it matters in the last stage only.
+            tries = [
+                (given.first(few), spread)
+                for given in (samples, replace(samples, target=None))
+                for few, spread in ((FEW, SPREAD), (FEW, 0.0), (count, 0.0))
+            ]
+            for few_samples, spread in tries:
+                with as_it_was(model, self.plan.loss, with_weights=True):
                     if is_training is not None:
                         model.train(is_training)
                     _disturb(model, spread)
-                    if self._is_done(
-                        samples.first(few), goes_back=model.training and mode is not False
-                    ):
+                    if self._is_done(few_samples, goes_back=model.training and mode is not False):
                         break
 
     def _fill_caches(self, samples: Samples, is_training: bool | None) -> None:
@@ -180,11 +184,13 @@ class Comparison:
         borders = Borders(_names_by_memory(model))
         try:
             in_stages = _outcome_of_stages(self.graph, self.routes, samples, goes_back, borders)
-            faults = [*borders.faults, alone.difference(in_stages)]
+            faults = [alone.difference(in_stages)]
         except ModelError:
             raise
         except Exception as error:
             faults = [f"a stage fails where the model does not: {error}"]
+        if borders.faults:
+            raise ModelError(_told(model, [*borders.faults, *faults]))
         if any(faults):
             if again := alone.difference(_outcome(self.graph, samples, goes_back)):
                 log.warning(
@@ -219,7 +225,7 @@ def _outcome(graph: Graph, samples: Samples, goes_back: bool) -> Outcome:
         name: samples.inputs[value]
         for value, name in zip(graph.inputs, graph.input_names, strict=True)
     }
-    with as_it_was(model), torch.set_grad_enabled(goes_back):
+    with as_it_was(model, samples.loss), torch.set_grad_enabled(goes_back):
         _forget_gradients(model)
         output = model(**_copied(given))
         loss = samples.loss_of(output) if goes_back else None
@@ -249,7 +255,7 @@ def _outcome_of_stages(
         return samples.loss_of(output) if goes_back else None
 
     inputs = _copied(samples.inputs)
-    with as_it_was(model), torch.set_grad_enabled(goes_back):
+    with as_it_was(model, samples.loss), torch.set_grad_enabled(goes_back):
         _forget_gradients(model)
         for number, runner in enumerate(runners):
             with borders.around(number, owned[number]):

@@ -18,7 +18,7 @@ class Dice:
 
     def __init__(self, held: Iterable[Any] = ()) -> None:
         """held: things among which there may be such dice."""
-        self._held = [each for each in held if _is_dice(each)]
+        self._held = [each for each in held if is_dice(each)]
         self._of_held = [_state(each) for each in self._held]
         self._torch = torch.random.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -52,7 +52,7 @@ class Dice:
 _OF_NUMPY = ("Generator", "RandomState")
 
 
-def _is_dice(thing: Any) -> bool:
+def is_dice(thing: Any) -> bool:
     """By its own type: a stand-in of torch.fx's must not be asked what kind of thing it is."""
     kind = type(thing)
     if issubclass(kind, random.SystemRandom):  # which has no state to be put back

@@ -6,29 +6,36 @@ there. So it is told.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy
 import torch
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.pipeline.reach import slots_of
 from shoal.wire.tree import Path, Tree
 
 MOST_VALUES = 100
 """Of a list or dict that is compared with each step."""
 MOST_DEPTH = 4
 
+_Told = Union[str, "_Itself", list["_Told"], dict[str, "_Told"], None]
+"""Of a value, to be compared with what is told of it later."""
+
 
 class _Fixed(NamedTuple):
     module: weakref.ref[nn.Module]
     name: str
-    before: Any
-    words: Iterable[str]
-    """Names in the code that asked: of an object's attributes only these count."""
+    before: _Told
+    words: frozenset[str]
+    """In the code that asked: of an object's attributes, and a dict's keys, only these count."""
 
 
 class FixedValues:
@@ -43,8 +50,10 @@ class FixedValues:
     ) -> None:
         """That forward() has asked for it. path: of the module. code: that asked."""
         what = f"{path}.{name}".strip(".")
-        if what not in self._values:
-            words = code.co_names if code is not None else ()
+        words = _words(code) if code is not None else frozenset()
+        known = self._values.get(what)
+        if known is None or not words <= known.words:
+            words |= known.words if known is not None else frozenset()
             self._values[what] = _Fixed(weakref.ref(module), name, _told(value, words), words)
 
     def add(self, others: FixedValues) -> None:
@@ -54,9 +63,10 @@ class FixedValues:
         """Raises ModelError if one is another now."""
         for what, (reference, name, before, words) in self._values.items():
             module = reference()
-            own = {} if module is None else vars(module)
-            holder = own if name in own else own.get("_buffers", {})
-            if name in holder and (now := _told(holder[name], words)) != before:
+            if module is None:
+                continue
+            found = _held(module, name)
+            if found and (now := _told(found[0], words)) != before:
                 raise ModelError(
                     f"{what} of the model was {_shown(before)} when it was read, and is "
                     f"{_shown(now)} now: its stages go on with what it was. Make it a buffer and "
@@ -64,6 +74,27 @@ class FixedValues:
                     "input of forward(); or move the part that uses it into an nn.Module of its "
                     "own that cannot be read, and is kept whole."
                 )
+
+
+def _held(module: nn.Module, name: str) -> list[Any]:
+    """What a module has by that name, or its class; nothing, if it is computed."""
+    for names in (vars(module), module._buffers):
+        if name in names:
+            return [names[name]]
+    own = inspect.getattr_static(module, name, None)
+    return (
+        [own] if isinstance(own, bool | int | float | complex | str | list | tuple | dict) else []
+    )
+
+
+_OF_CLASSES = (bool, int, float, complex, str, list, tuple, dict)
+
+
+def _words(code: CodeType) -> frozenset[str]:
+    """Names of attributes and texts in a function, and in those that are written in it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    texts = [each for each in code.co_consts if isinstance(each, str)]
+    return frozenset([*code.co_names, *texts]).union(*map(_words, inner))
 
 
 class FixedNones:
@@ -116,24 +147,34 @@ class _Itself:
         return " ".join(self._name.split())
 
 
-_Told = str | _Itself | list["_Told"] | dict[str, "_Told"] | None
-
-
-def _told(value: Any, words: Iterable[str], depth: int = 0) -> _Told:
+def _told(value: Any, words: frozenset[str], depth: int = 0) -> _Told:
     """To be compared with what is told of it later. None: it is not compared."""
-    if isinstance(value, bool | int | float | complex | str | bytes | numpy.generic | None):
+    if isinstance(value, bool | int | float | complex | str | bytes | numpy.generic | Enum | None):
         return repr(value)
     if isinstance(value, torch.Tensor | FunctionType | BuiltinFunctionType | type):
         return _Itself(value)
     if isinstance(value, nn.Module) or depth == MOST_DEPTH:
         return None
+    if isinstance(value, set | frozenset) and len(value) <= MOST_VALUES:
+        value = sorted(value, key=repr)
     if isinstance(value, list | tuple) and len(value) <= MOST_VALUES:
         return [_told(each, words, depth + 1) for each in value]
-    if isinstance(value, dict) and len(value) <= MOST_VALUES:
-        return {repr(key): _told(each, words, depth + 1) for key, each in value.items()}
-    own = getattr(value, "__dict__", {})
-    asked = {name: own[name] for name in words if name in own}
-    return {name: _told(each, words, depth + 1) for name, each in asked.items()} or None
+    if isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+        return [_told(each, words, depth + 1) for each in parts]
+    is_dict = isinstance(value, dict)
+    own = value if is_dict else {**getattr(value, "__dict__", {}), **slots_of(value)}
+    asked = {key: each for key, each in own.items() if key in words}
+    if not asked:  # it is given to somebody, who may ask for any
+        asked = own if is_dict else {k: v for k, v in own.items() if _is_plain_and_open(k, v)}
+    if len(asked) > MOST_VALUES:
+        return None
+    shown = repr if is_dict else str
+    return {shown(key): _told(each, words, depth + 1) for key, each in asked.items()} or None
+
+
+def _is_plain_and_open(name: str, value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex | str) and not name.startswith("_")
 
 
 def _shown(told: _Told) -> str:

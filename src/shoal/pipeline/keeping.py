@@ -24,12 +24,14 @@ PutBack = Callable[[], None]
 
 
 @contextmanager
-def as_it_was(model: nn.Module, *, with_weights: bool = False) -> Iterator[None]:
+def as_it_was(model: nn.Module, other: Any = None, *, with_weights: bool = False) -> Iterator[None]:
     """Afterwards all that `model` holds, and the random numbers of this process, are as before.
+
+    other: that may hold something as well, such as a loss.
 
     with_weights: the values of parameters too, of which there is a copy meanwhile.
     """
-    held = reachable(model)
+    held = [*reachable(model), *reachable(other)]
     dice = Dice([*held, *around(model)])
     put_backs: list[PutBack] = []
     for thing in held:

@@ -33,6 +33,7 @@ from shoal.pipeline.calls import Calls, together
 from shoal.pipeline.chance import Chance
 from shoal.pipeline.comparison import Comparison
 from shoal.pipeline.cutting import best_cuts, found_by_rank_0, named_cuts
+from shoal.pipeline.dice import is_dice
 from shoal.pipeline.graph import Graph, check_shared, modules_in, read
 from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.losses import loss_of_part, part_weights
@@ -46,12 +47,14 @@ from shoal.pipeline.plan import (
     plan_faults,
     terms,
 )
+from shoal.pipeline.reach import around, reachable
 from shoal.pipeline.replicas import Alone, Averages
 from shoal.pipeline.routes import Routes, route
 from shoal.pipeline.runner import Finish, Runner
 from shoal.pipeline.schedule import Schedule, check_schedule, forward_only, make_schedule
 from shoal.pipeline.shared_loss import SharedLoss
 from shoal.pipeline.stage import Stage
+from shoal.pipeline.stale import check_not_stale, note_trained
 from shoal.pipeline.timeline import Timeline
 from shoal.pipeline.weights import weighted_stage
 from shoal.pipeline.whole import Whole
@@ -100,6 +103,7 @@ class Pipeline:
         """What train() or eval() has said; None: every module is as it came."""
         self._calls = Calls(link, self._ranks)
         self._num_steps = 0
+        self._is_trained = False
         self._is_accumulating = False
         """There are gradients that no update has used."""
         self._chance: Chance | None = None
@@ -112,6 +116,7 @@ class Pipeline:
         self._is_own_init = not isinstance(model, nn.Module) and callable(model)
         module = as_module(model, plan.seed, example)
         check_state(module)
+        found_by_rank_0(crew, "weights of the model", lambda: check_not_stale(module))
         self._averages.check(module)
         graph = read(module, plan.inputs)
         check_stages(graph, plan.stages)
@@ -166,7 +171,9 @@ class Pipeline:
         self._graph = None  # and, after the first call, the other stages' parameters
         self._stage = stage
         if self._crew.size > 1:  # alone, it is one process
-            self._chance = Chance(self._crew.rank, self._crew.device)
+            loss = getattr(self.plan.loss, "__globals__", {}).values()
+            things = [*reachable(graph.model), *around(graph.model), *loss]
+            self._chance = Chance(self._crew.rank, self._crew.device, filter(is_dice, things))
         self._runner = Runner(stage, self._link, self._ranks, self.timeline)
         self._optimizer = self._calls.begun_by_all(
             self._crew, "the optimizer", self._make_optimizer
@@ -281,6 +288,7 @@ class Pipeline:
         with self._calls.to_its_end():
             loss = OverStages(self._link, self._ranks).step(self.optimizer, evaluate)
             self._begin_anew()
+        self._note_update()
         return loss
 
     def backward(self, x: Tree = None, y: Tree = None, weight: float = 1.0) -> torch.Tensor:
@@ -355,6 +363,12 @@ class Pipeline:
             self._agree_and_clip()
             optimizer.step()
             self._begin_anew()
+        self._note_update()
+
+    def _note_update(self) -> None:
+        if not self._is_trained and (given := self._given()) is not None:
+            note_trained(given, self.module)
+        self._is_trained = True
 
     def _begin_anew(self) -> None:
         self.module.zero_grad()

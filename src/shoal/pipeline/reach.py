@@ -16,7 +16,7 @@ _LEAVES = (type, FunctionType, MethodType, ModuleType, torch.device, torch.dtype
 _PLAIN = (bool, int, float, complex, type(None))
 
 
-def reachable(model: nn.Module) -> list[Any]:
+def reachable(model: Any) -> list[Any]:
     """Itself and everything that it leads to, each once; no plain values."""
     found: dict[int, Any] = {}
     ahead: deque[tuple[Any, int]] = deque([(model, 0)])

@@ -391,6 +391,59 @@ def test_a_loss_that_looks_at_what_another_stage_has_left() -> None:
         compare(model, [1], lambda output, target: F.mse_loss(output, target) + encoder.size)
 
 
+class Peeks(nn.Module):
+    """In training, at a weight of another stage."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.other = square(), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) if not x.isnan().any() else x
+        return x * self.other[0].weight.mean() if self.training else x
+
+
+def peeking() -> nn.Sequential:
+    first = square()
+    return nn.Sequential(first, nn.Tanh(), Peeks(first))
+
+
+@pytest.mark.parametrize("target", [torch.empty(0), torch.zeros(8, WIDTH + 1), "none of it"])
+def test_a_target_that_is_none_is_no_reason_not_to_compare(target: Any) -> None:
+    """It matters in the last stage, and rank 0 has whatever stands for it."""
+    model = peeking()
+    graph = read(model)
+    plan = Plan(stages=2, loss=F.mse_loss)
+    made = Comparison.of(graph, route(graph, [2]), plan, is_here=True)
+    assert made is not None
+    with pytest.raises(ModelError, match=r"0\.weight, which is not in that stage"):
+        made.check({graph.inputs[0]: rows()}, target, None)
+
+
+class Annealed(nn.Module):
+    """A loss that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target) / self.calls
+
+
+def test_a_loss_that_counts_is_as_it_was() -> None:
+    loss = Annealed()
+    compare(nn.Sequential(square(), nn.Tanh(), square()), [2], loss)
+    assert loss.calls == 0
+
+
+def test_what_reaches_over_a_cut_is_told_of_a_model_that_never_does_the_same() -> None:
+    calls = iter(range(10_000))
+    with pytest.raises(ModelError, match=r"0\.weight, which is not in that stage"):
+        compare(peeking(), [2], lambda output, target: output.sum() * next(calls))
+
+
 class Notes(nn.Module):
     """Kept whole; writes down what another layer reads."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -41,26 +44,53 @@ class Config:
 
     def __init__(self) -> None:
         self.tau, self.epoch, self.inner = 1.0, 0, {"k": {"tau": 1.0}}
+        self.scale = 1.0
+
+
+@dataclass(slots=True)
+class Page:
+    number: float = 1.0
+
+
+def given(page: Page) -> float:
+    return page.number
+
+
+def clip(x: Tensor, at: float) -> Tensor:
+    return x.clamp(max=at)
 
 
 class Takes(nn.Module):
     """From all kinds of things."""
 
     beta: Tensor
+    of_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.config, self.act = nn.Linear(2, 2), Config(), torch.relu
+        self.words, self.page, self.clipped = {"tau": 1.0, "epoch": 0}, Page(), partial(clip, at=9)
+        self.log = logging.getLogger("a model")
         self.number, self.pairs, self.plain = numpy.float32(1), ((1.0, 2.0),), torch.tensor(1.0)
         self.register_buffer("beta", torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.layer(x)) * self.config.tau * float(self.number) * self.pairs[0][0]
-        return x * self.plain * self.beta * self.config.inner["k"]["tau"]
+        x = self.clipped(x) * self.words["tau"] * self.of_class * given(self.page)
+        self.log.debug("read")
+        return self.scaled(x) * self.plain * self.beta * self.config.inner["k"]["tau"]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.config.scale
 
 
 CHANGES: dict[str, Callable[[Takes], object]] = {
     "config of the model was {tau: 1.0,": lambda model: setattr(model.config, "tau", 2.0),
+    "when it was read, and is {tau: 1.0, inner:": lambda model: setattr(model.config, "scale", 2.0),
+    "words of the model was": lambda model: model.words.update(tau=2.0),
+    "page of the model was {number: 1.0}": lambda model: setattr(model.page, "number", 2.0),
+    "clipped of the model was": lambda model: setattr(model, "clipped", partial(clip, at=1)),
+    "of_class of the model was": lambda model: setattr(model, "of_class", 2.0),
     "config of the model was": lambda model: model.config.inner["k"].update(tau=2.0),
     "number of the model was": lambda model: setattr(model, "number", numpy.float32(2)),
     "pairs of the model was": lambda model: setattr(model, "pairs", ((2.0, 2.0),)),
@@ -78,7 +108,9 @@ CHANGES: dict[str, Callable[[Takes], object]] = {
 def test_whatever_it_was_read_from(words: str, change: Callable[[Takes], object]) -> None:
     model = Takes()
     values = read(model).values
-    model.config.epoch += 1  # no word of forward()'s
+    model.config.epoch += 1  # no words of forward()'s
+    model.words["epoch"] += 1
+    model.log.debug("between")
     model.plain.fill_(1)
     model.beta.mul_(1)
     values.check()
