@@ -799,8 +799,9 @@ def case_memory_is_within_the_estimate(crew: shoal.JoinedCrew) -> None:
     graph = read(copy.deepcopy(model))
     for schedule, num_kept in (("1f1b", crew.size), ("gpipe", 4)):
         cuts = {crew.size: [str(bound) for bound in bounds[1:-1]]}
+        net = copy.deepcopy(model)
         together = Together(
-            crew, model, cuts, schedule=schedule, microbatches=4, loss=F.mse_loss, **SGD
+            crew, net, cuts, schedule=schedule, microbatches=4, loss=F.mse_loss, **SGD
         )
         together.step(x, x)  # which opens connections, and the like
         mine = bounds[together.pipe.stage_number : together.pipe.stage_number + 2]
