@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -78,7 +79,7 @@ class FixedValues:
 
 def _held(module: nn.Module, name: str) -> list[Any]:
     """What a module has by that name, or its class; nothing, if it is computed."""
-    for names in (vars(module), module._buffers):
+    for names in (vars(module), module._buffers, module._modules):
         if name in names:
             return [names[name]]
     own = inspect.getattr_static(module, name, None)
@@ -134,9 +135,9 @@ class _Itself:
     """What is compared by being the same thing."""
 
     def __init__(self, thing: Any) -> None:
-        is_tensor = isinstance(thing, torch.Tensor)
-        self._name = str(thing) if is_tensor else thing.__name__
-        self._thing = weakref.ref(thing) if is_tensor else lambda: thing
+        is_large = isinstance(thing, torch.Tensor | nn.Module)
+        self._name = str(thing) if is_large else thing.__name__
+        self._thing = weakref.ref(thing) if is_large else lambda: thing
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Itself) and self._thing() is other._thing()
@@ -153,7 +154,9 @@ def _told(value: Any, words: frozenset[str], depth: int = 0) -> _Told:
         return repr(value)
     if isinstance(value, torch.Tensor | FunctionType | BuiltinFunctionType | type):
         return _Itself(value)
-    if isinstance(value, nn.Module) or depth == MOST_DEPTH:
+    if isinstance(value, nn.Module) and not depth:
+        return _Itself(value)
+    if isinstance(value, nn.Module | logging.Logger) or depth == MOST_DEPTH:
         return None
     if isinstance(value, set | frozenset) and len(value) <= MOST_VALUES:
         value = sorted(value, key=repr)
@@ -166,15 +169,17 @@ def _told(value: Any, words: frozenset[str], depth: int = 0) -> _Told:
     own = value if is_dict else {**getattr(value, "__dict__", {}), **slots_of(value)}
     asked = {key: each for key, each in own.items() if key in words}
     if not asked:  # it is given to somebody, who may ask for any
-        asked = own if is_dict else {k: v for k, v in own.items() if _is_plain_and_open(k, v)}
+        shows_more = any(isinstance(getattr(type(value), word, None), property) for word in words)
+        asked = {k: v for k, v in own.items() if is_dict or _is_plain(k, v, shows_more)}
     if len(asked) > MOST_VALUES:
         return None
     shown = repr if is_dict else str
     return {shown(key): _told(each, words, depth + 1) for key, each in asked.items()} or None
 
 
-def _is_plain_and_open(name: str, value: Any) -> bool:
-    return isinstance(value, bool | int | float | complex | str) and not name.startswith("_")
+def _is_plain(name: str, value: Any, may_be_private: bool) -> bool:
+    is_open = may_be_private or not name.startswith("_")
+    return is_open and isinstance(value, bool | int | float | complex | str)
 
 
 def _shown(told: _Told) -> str:

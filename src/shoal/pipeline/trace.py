@@ -105,6 +105,8 @@ class _Tracer(fx.Tracer):
     ) -> Any:
         self._check_around()
         path = self.path_of_module(m)
+        parent, _, name = path.rpartition(".")
+        self.values.note(parent, self.root.get_submodule(parent), name, m)
         if self.is_leaf_module(m, path):
             result = super().call_module(m, forward, args, kwargs)
             # One tensor is one value, whose gradients are added up in the order of its uses.

@@ -52,6 +52,17 @@ class Page:
     number: float = 1.0
 
 
+class Shown:
+    """By a property."""
+
+    def __init__(self) -> None:
+        self._hidden = 1.0
+
+    @property
+    def tau(self) -> float:
+        return self._hidden
+
+
 def given(page: Page) -> float:
     return page.number
 
@@ -70,7 +81,7 @@ class Takes(nn.Module):
         super().__init__()
         self.layer, self.config, self.act = nn.Linear(2, 2), Config(), torch.relu
         self.words, self.page, self.clipped = {"tau": 1.0, "epoch": 0}, Page(), partial(clip, at=9)
-        self.log = logging.getLogger("a model")
+        self.log, self.shown, self.last = logging.getLogger("a model"), Shown(), nn.Tanh()
         self.number, self.pairs, self.plain = numpy.float32(1), ((1.0, 2.0),), torch.tensor(1.0)
         self.register_buffer("beta", torch.tensor(1.0))
 
@@ -78,7 +89,13 @@ class Takes(nn.Module):
         x = self.act(self.layer(x)) * self.config.tau * float(self.number) * self.pairs[0][0]
         x = self.clipped(x) * self.words["tau"] * self.of_class * given(self.page)
         self.log.debug("read")
-        return self.scaled(x) * self.plain * self.beta * self.config.inner["k"]["tau"]
+        return (
+            self.last(self.scaled(x))
+            * self.shown.tau
+            * self.plain
+            * self.beta
+            * self.config.inner["k"]["tau"]
+        )
 
     def scaled(self, x: Tensor) -> Tensor:
         return x * self.config.scale
@@ -90,6 +107,8 @@ CHANGES: dict[str, Callable[[Takes], object]] = {
     "words of the model was": lambda model: model.words.update(tau=2.0),
     "page of the model was {number: 1.0}": lambda model: setattr(model.page, "number", 2.0),
     "clipped of the model was": lambda model: setattr(model, "clipped", partial(clip, at=1)),
+    "shown of the model was {_hidden: 1.0}": lambda model: setattr(model.shown, "_hidden", 2.0),
+    "last of the model was Tanh()": lambda model: setattr(model, "last", nn.ReLU()),
     "of_class of the model was": lambda model: setattr(model, "of_class", 2.0),
     "config of the model was": lambda model: model.config.inner["k"].update(tau=2.0),
     "number of the model was": lambda model: setattr(model, "number", numpy.float32(2)),
@@ -110,7 +129,7 @@ def test_whatever_it_was_read_from(words: str, change: Callable[[Takes], object]
     values = read(model).values
     model.config.epoch += 1  # no words of forward()'s
     model.words["epoch"] += 1
-    model.log.debug("between")
+    model.log.setLevel(logging.ERROR)
     model.plain.fill_(1)
     model.beta.mul_(1)
     values.check()
