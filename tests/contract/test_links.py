@@ -21,7 +21,7 @@ from shoal.wire.memory import MemoryLink
 from shoal.wire.slots import DTYPES, bytes_of
 from shoal.wire.zmq_link import ZmqLink
 
-TRANSPORTS = ("memory", "zmq", "dist")
+TRANSPORTS = ("memory", "zmq", "dist", "dist, sent")
 SOON_S = 30.0
 
 
@@ -34,8 +34,8 @@ def joined_by_zmq(size: int) -> list[ZmqLink]:
     return made
 
 
-def joined_by_dist(size: int) -> list[DistLink]:
-    made = [DistLink(rank, size, timeout_s=SOON_S) for rank in range(size)]
+def joined_by_dist(size: int, *, lends: bool = True) -> list[DistLink]:
+    made = [DistLink(rank, size, timeout_s=SOON_S, lends=lends) for rank in range(size)]
     store = dist.HashStore()
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda link: link.join(store, "127.0.0.1"), made))
@@ -50,8 +50,8 @@ def links(request: pytest.FixtureRequest) -> Iterator[list[Link]]:
         made += MemoryLink.crew(3, timeout_s=SOON_S)
     if request.param == "zmq":
         made += joined_by_zmq(3)
-    if request.param == "dist":
-        made += joined_by_dist(3)
+    if request.param.startswith("dist"):
+        made += joined_by_dist(3, lends=request.param == "dist")
     yield made
     for link in made:
         link.close()

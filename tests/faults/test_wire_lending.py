@@ -10,13 +10,15 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from chat import Chat
 from mutations import mutate
 from processes import Ranks, until
@@ -26,6 +28,7 @@ from wire_log import Log
 
 from shoal.errors import PeerLost, WireError
 from shoal.wire.apart import take_apart
+from shoal.wire.dist_link import DistLink
 from shoal.wire.front import pack
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.lending import Seals, is_readable
@@ -156,65 +159,83 @@ def test_a_borrower_that_was_given_up_reads_nothing_more(party: Party, seals: Se
         party.links[0].recv(2)
 
 
-def test_who_is_given_up_loses_its_seal_and_the_lender_its_memory(stack: ExitStack) -> None:
-    links = joined(stack, 3)
+# -- lenders that go -------------------------------------------------------------------------------
+
+
+Join = Callable[[int], Sequence[ZmqLink | DistLink]]
+
+
+@pytest.fixture(params=["zmq", "dist"])
+def joined(stack: ExitStack, request: pytest.FixtureRequest) -> Join:
+    """Links of so many ranks."""
+
+    def join(size: int) -> Sequence[ZmqLink | DistLink]:
+        kind = ZmqLink if request.param == "zmq" else DistLink
+        links = [stack.enter_context(kind(rank, size, timeout_s=SOON_S)) for rank in range(size)]
+        store = dist.HashStore()
+
+        def connect(link: ZmqLink | DistLink) -> None:
+            if isinstance(link, DistLink):
+                link.join(store, "127.0.0.1")
+            else:
+                link.connect([each.card for each in links if isinstance(each, ZmqLink)])
+                link.settle()
+
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(connect, links))
+        return links
+
+    return join
+
+
+@pytest.mark.parametrize("joined", ["zmq"], indirect=True)
+def test_who_is_given_up_loses_its_seal_and_the_lender_its_memory(joined: Join) -> None:
+    links = joined(3)
     lent = torch.ones(300_000)
     job, other = (links[0].isend(lent, to=rank, lend=True) for rank in (1, 2))
     memory = weakref.ref(lent.untyped_storage())
     links[1].close_after(ValueError("a slip"))
     with pytest.raises(PeerLost, match="rank 1 has left"):
         job.wait(SOON_S)
-    lender = links[0].card.lender
-    assert lender is not None
-    assert [is_readable(lender, rank) for rank in (1, 2)] == [False, True]
+    seals = links[0]._seals
+    assert seals is not None
+    assert [is_readable(seals.lender, rank) for rank in (1, 2)] == [False, True]
     assert links[2].recv(0).equal(lent)
     other.wait(SOON_S)
     del lent
     assert memory() is None
 
 
-# -- lenders that go -------------------------------------------------------------------------------
-
-
-def joined(stack: ExitStack, size: int) -> list[ZmqLink]:
-    links = [stack.enter_context(ZmqLink(rank, size, timeout_s=SOON_S)) for rank in range(size)]
-    for link in links:
-        link.connect([each.card for each in links])
-    for link in links:
-        link.settle()
-    return links
-
-
-def test_ranks_of_one_host_lend(stack: ExitStack) -> None:
-    links = joined(stack, 2)
+def test_ranks_of_one_host_lend(joined: Join) -> None:
+    links = joined(2)
     assert links[0].lends_to(1)
     assert links[1].lends_to(0)
 
 
+@pytest.mark.parametrize("joined", ["zmq"], indirect=True)
 def test_whoever_waits_until_much_has_gone_lends_it_and_who_does_not_wait_sends_it(
-    stack: ExitStack,
+    joined: Join,
 ) -> None:
     """Lent memory would be kept for as long as its lender neither waits nor asks."""
-    sender, receiver = joined(stack, 2)
+    sender, receiver = joined(2)
     much = torch.arange(3 * 2**20, dtype=torch.int32)  # 12 MiB
     sending = threading.Thread(target=sender.send, args=(much, 1))
     sending.start()
-    until(lambda: bool(sender._peers[1].lent), "it is lent")
+    until(lambda: bool(sender._peers[1].loans.lent), "it is lent")
     assert receiver.recv(0).equal(much)
     sending.join(AT_ONCE_S)
     assert not sending.is_alive()
     memory = weakref.ref(much.untyped_storage())
     sender.isend(much, 1)
-    assert not sender._peers[1].lent
+    assert not sender._peers[1].loans.lent
     del much
     assert receiver.recv(0)[-1] == 3 * 2**20 - 1
     until(lambda: memory() is None, "it was let go")
 
 
-def test_a_lender_that_ends_with_an_error_does_not_wait_and_takes_it_back(
-    stack: ExitStack,
-) -> None:
-    lender, borrower = joined(stack, 2)
+@pytest.mark.parametrize("joined", ["zmq"], indirect=True)
+def test_a_lender_that_ends_with_an_error_does_not_wait_and_takes_it_back(joined: Join) -> None:
+    lender, borrower = joined(2)
     lent = torch.ones(300_000)
     job = lender.isend(lent, to=1, lend=True)
     begun = time.monotonic()
@@ -228,8 +249,8 @@ def test_a_lender_that_ends_with_an_error_does_not_wait_and_takes_it_back(
         job.wait()
 
 
-def test_a_lender_that_leaves_in_peace_waits_until_it_was_taken(stack: ExitStack) -> None:
-    lender, borrower = joined(stack, 2)
+def test_a_lender_that_leaves_in_peace_waits_until_it_was_taken(joined: Join) -> None:
+    lender, borrower = joined(2)
     lender.isend(torch.ones(300_000), to=1, lend=True)
     leaving = threading.Thread(target=lender.close)
     leaving.start()
@@ -238,16 +259,17 @@ def test_a_lender_that_leaves_in_peace_waits_until_it_was_taken(stack: ExitStack
     assert not leaving.is_alive()
 
 
-def test_a_borrower_that_leaves_is_named(stack: ExitStack) -> None:
-    lender, borrower = joined(stack, 2)
+def test_a_borrower_that_leaves_is_named(joined: Join) -> None:
+    lender, borrower = joined(2)
     job = lender.isend(torch.ones(300_000), to=1, lend=True)
     borrower.close_after(ValueError("a slip"))
     with pytest.raises(PeerLost, match="rank 1 has left: it ended with ValueError: a slip"):
         job.wait(SOON_S)
 
 
-def test_a_wait_for_a_borrower_has_a_deadline(stack: ExitStack) -> None:
-    lender, borrower = joined(stack, 2)
+@pytest.mark.parametrize("joined", ["zmq"], indirect=True)
+def test_a_wait_for_a_borrower_has_a_deadline(joined: Join) -> None:
+    lender, borrower = joined(2)
     lent = torch.ones(300_000)
     job = lender.isend(lent, to=1, lend=True)
     with pytest.raises(WireError, match="to take a message; it did not"):

@@ -21,13 +21,15 @@ from shoal.errors import WireError
 from shoal.wire.arrival import Arrival
 from shoal.wire.connections import Connection, Traffic, traffic
 from shoal.wire.dist_parts import FIRST, NEVER, PIECE, PIECE_BYTES, REST, WHOLE
-from shoal.wire.first_piece import Room
+from shoal.wire.dist_signs import read_lent
+from shoal.wire.first_piece import MOST_ROOM_BYTES, Room
 from shoal.wire.front import Front, FrontReader, without_number
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.inbox import Inbox
+from shoal.wire.loans import Loans, receipt
 from shoal.wire.slots import DTYPES, as_tensor
 
-PIECES_AHEAD = 16
+PIECES_AHEAD = 64
 """That receives wait for. With 8 of them 64 MiB took a tenth longer, on one host."""
 MAX_SPARES = 8
 MORE_THAN_SIGNS_BYTES = 4096
@@ -46,6 +48,7 @@ class Arrivals:
         inbox: Inbox,
         limit_bytes: int,
         lane: GpuLane | None,
+        loans: Loans,
         connections: Iterable[Connection] = (),
     ) -> None:
         """other: the peer's rank within the group of two. connections: those of the group."""
@@ -59,6 +62,9 @@ class Arrivals:
         self._other = other
         self._inbox = inbox
         self._lane = lane
+        self._loans = loans
+        self._has_gap = False
+        """A message was taken back: what its sender said after that is not for anybody."""
         self._reader = FrontReader(limit_bytes, has_gpu=lane is not None)
         self._num_received = 0
         self._room = Room(None)
@@ -102,6 +108,26 @@ class Arrivals:
             self._begun = None
             self._receive(front, first)
         return b""
+
+    def borrow(self, sign: bytes) -> bytes:
+        """Deliver a message whose large buffers lie in the memory of its sender, who says so.
+
+        Returns the receipt; none if it was taken back.
+        """
+        head, offer = read_lent(sign)
+        number, front = self._reader.read(memoryview(head))
+        self._check(number)
+        self._num_received += 1
+        if self._has_gap:
+            return b""
+        arrival = self._inbox.arrive(self._rank, front)
+        for slot, start, end in front.small:
+            arrival.take(slot, bytearray(head[start:end]))
+        if not self._loans.borrow(arrival, offer):
+            self._has_gap = True  # it is leaving: its last words may say why
+            return b""
+        self._inbox.deliver(arrival)
+        return receipt(number)
 
     def _begin(self) -> bytes:
         """What a message begins with; or a sign, which is returned."""
@@ -149,12 +175,15 @@ class Arrivals:
         return is_sign, head
 
     def _read(self, data: bytes) -> Front:
-        count, front = self._reader.read(memoryview(data))
-        if count != self._num_received:
-            raise WireError(f"message {count} came, {self._num_received} was due")
+        number, front = self._reader.read(memoryview(data))
+        self._check(number)
         self._is_repeated = without_number(data) == without_number(self._data)
         self._front, self._data = front, data
         return front
+
+    def _check(self, number: int) -> None:
+        if number != self._num_received:
+            raise WireError(f"message {number} came, {self._num_received} was due")
 
     def _receive(self, front: Front, first: torch.Tensor | None) -> None:
         """A message with this front; first: its first buffer, if that came in the front's place."""
@@ -170,7 +199,7 @@ class Arrivals:
             is_free = arrival.take(behind[0], room.content)
             behind = behind[1:]
         copied = [self._receive_buffer(arrival, number) for number in behind]
-        self._inbox.deliver(arrival)
+        self._deliver(arrival)
         # Not earlier: gloo would make us wait until it has read what is coming in.
         self._make_room(room if is_free else self._from_reserve())
         if behind and not front.slots[behind[-1]].is_on_gpu:
@@ -188,10 +217,15 @@ class Arrivals:
             arrival = self._inbox.arrive(self._rank, front)
             is_free = arrival.take(0, room.content)
             self._make_room(room if is_free else self._from_reserve())
-            self._inbox.deliver(arrival)
+            self._deliver(arrival)
         else:
             self._make_room(self._from_reserve())
-            self._inbox.deliver_ready(self._rank, front, [first])
+            if not self._has_gap:
+                self._inbox.deliver_ready(self._rank, front, [first])
+
+    def _deliver(self, arrival: Arrival) -> None:
+        if not self._has_gap:
+            self._inbox.deliver(arrival)
 
     def _receive_buffer(self, arrival: Arrival, number: int) -> torch.Tensor | None:
         """Where it came to lie, if that was copied from and is free again."""
@@ -210,10 +244,11 @@ class Arrivals:
     def _receive_pieces(self, arrival: Arrival, number: int, size: int) -> None:
         """Into place, some pieces ahead: what gloo is to fill it cannot be told to leave alone, and
         whoever brought the place may want it back."""
-        tag = WHOLE + size if size <= PIECE_BYTES else PIECE
+        is_whole = size <= MOST_ROOM_BYTES
+        tag, step = (WHOLE + size, size) if is_whole else (PIECE, PIECE_BYTES)
         place = as_tensor(arrival.room(number))
         ahead: deque[Any] = deque()
-        for start in range(0, size, PIECE_BYTES):
+        for start in range(0, size, step):
             if len(ahead) == PIECES_AHEAD:
                 self._await(ahead.popleft())
             if arrival.must_move:
@@ -221,7 +256,7 @@ class Arrivals:
                     self._await(ahead.popleft())
                 self._inbox.move(arrival)
                 place = as_tensor(arrival.memory(number))
-            ahead.append(self._expect(place[start : start + PIECE_BYTES], tag))
+            ahead.append(self._expect(place[start : start + step], tag))
         while ahead:
             self._await(ahead.popleft())
 
@@ -241,7 +276,7 @@ class Arrivals:
     def _make_spare(self, size: int, place: torch.Tensor | None) -> None:
         """For a buffer of that length, there if it is free."""
         in_hand = len(self.spare) < MAX_SPARES  # a receive that waits cannot be taken back
-        if size <= PIECE_BYTES and size not in self.spare and in_hand:
+        if size <= MOST_ROOM_BYTES and size not in self.spare and in_hand:
             place = torch.empty(size, dtype=torch.uint8) if place is None else place
             self.spare[size] = self._expect(place, WHOLE + size), place
 

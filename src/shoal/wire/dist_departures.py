@@ -18,10 +18,14 @@ import torch
 from shoal.wire import first_piece, front
 from shoal.wire.connections import Outflow
 from shoal.wire.dist_arrivals import FOR_EVER
-from shoal.wire.dist_parts import Parts, parts_of
+from shoal.wire.dist_parts import PIECE_BYTES, Parts, parts_of
+from shoal.wire.dist_signs import lent
 from shoal.wire.gpu_lane import GpuLane
+from shoal.wire.loans import Loan, Loans, is_worth_lending
 from shoal.wire.tree import Tree
 
+MOST_UNSEEN = 32
+MOST_UNSEEN_BYTES = 64 * 1024
 _HAVE_GONE = operator.methodcaller("wait", FOR_EVER)
 """Of works that have, or soon will."""
 
@@ -58,8 +62,10 @@ class Departures:
         packer: front.Packer,
         lane: GpuLane | None,
         outflow: Outflow | None,
+        loans: Loans,
     ) -> None:
         """other: the peer's rank within the group of two. outflow: of its connection, if known."""
+        self._loans = loans
         self.lock = threading.Lock()
         self.is_torn = False
         """A message was begun and not all of it will go."""
@@ -69,6 +75,8 @@ class Departures:
         self._lane = lane
         self._outflow = outflow
         self._under_way: queue.SimpleQueue[Departure | None] = queue.SimpleQueue()
+        self._unseen: list[Departure] = []
+        """What nobody waits for: small messages and signs. The thread is not woken up for each."""
         self._num_begun = self._num_over = 0
         """Of those that were put there, and those that have gone."""
         self._num_messages = 0
@@ -77,23 +85,45 @@ class Departures:
         same."""
         self._is_repeated = False
 
-    def begin(self, tree: Tree, tag: str) -> tuple[Departure, bool]:
-        """A message; and whether it has more to be sent than a copy of it."""
+    def begin(self, tree: Tree, tag: str) -> Departure | Loan | None:
+        """A message. None: no memory of `tree` is needed any more."""
         head, buffers = self._packer.pack(tree, tag, self._num_messages)
+        if (
+            self._loans.borrows
+            and is_worth_lending(buffers)
+            and (loan := self._lend(head, buffers))
+        ):
+            return loan
         said = front.without_number(head)
         if self._is_repeated and said == self._said and first_piece.may_stand(buffers):
             head = b""  # the other side knows what it would say: it was said twice, and none since
-        departure = self._begin(parts_of(head, buffers), said)
-        return departure, bool(buffers)
+        departure = self._begin(parts_of(head, buffers), said, is_awaited=bool(buffers))
+        return departure if buffers else None
+
+    def _lend(self, head: bytes, buffers: list[front.Memory]) -> Loan | None:
+        """What is said of it goes in one piece, or not at all."""
+        number = self._num_messages
+        loan, offer = self._loans.lend(number, buffers)
+        try:
+            text = lent(head, offer)
+            if len(text) <= first_piece.MOST_IN_ONE_PIECE_BYTES:
+                self.begin_sign(text)
+                self._num_messages += 1
+                return loan
+        finally:
+            if self._num_messages == number:
+                del self._loans.lent[number]
+        return None
 
     def begin_sign(self, text: bytes) -> None:
         self._begin(parts_of(text, [], is_sign=True), None)
 
     def end(self) -> None:
         """Nothing comes behind what has begun."""
+        self._wake()
         self._under_way.put(None)
 
-    def _begin(self, parts: Parts, said: bytes | None) -> Departure:
+    def _begin(self, parts: Parts, said: bytes | None, *, is_awaited: bool = False) -> Departure:
         """said: by the front of a message; None: it is a sign."""
         made = Departure([*parts.pieces, *parts.on_gpu])
         places = [[piece] for piece in parts.pieces]
@@ -108,17 +138,22 @@ class Departures:
                 gone.extend(map(_HAVE_GONE, made.works))  # not by Python, either
         finally:
             if len(made.works) == len(made.pieces):
-                self._has_begun(made, said, has_gone=bool(gone))
+                self._has_begun(made, said, has_gone=bool(gone), is_awaited=is_awaited)
             elif made.works:
                 self.is_torn = True
         return made
 
-    def _has_begun(self, departure: Departure, said: bytes | None, *, has_gone: bool) -> None:
+    def _has_begun(
+        self, departure: Departure, said: bytes | None, *, has_gone: bool, is_awaited: bool
+    ) -> None:
         if has_gone:
             departure.finish()
         else:
             self._num_begun += 1
-            self._under_way.put(departure)
+            self._unseen.append(departure)
+            is_much = sum(piece.nbytes for piece in departure.pieces) > MOST_UNSEEN_BYTES
+            if is_awaited or is_much or len(self._unseen) >= MOST_UNSEEN:
+                self._wake()
         if said is not None:
             self._said, self._is_repeated = said, said == self._said
             self._num_messages += 1
@@ -138,6 +173,12 @@ class Departures:
         now = self._outflow.given_bytes()
         return now is not None and now - given_bytes >= piece.nbytes
 
+    def _wake(self) -> None:
+        """Have the thread see off what it has not seen yet."""
+        unseen, self._unseen = self._unseen, []
+        for departure in unseen:
+            self._under_way.put(departure)
+
     # -- the thread --------------------------------------------------------------------------------
 
     def see_off(self, idle_s: float) -> Iterator[int | None]:
@@ -148,11 +189,13 @@ class Departures:
                 departure = self._under_way.get(timeout=idle_s)
             except queue.Empty:
                 yield None
+                with self.lock:
+                    self._wake()
                 continue
             if departure is None:
                 return
             works = list(zip(departure.works, departure.pieces, strict=True))
-            if all(piece.nbytes < first_piece.MOST_ROOM_BYTES for _, piece in works):
+            if all(piece.nbytes < PIECE_BYTES for _, piece in works):
                 works = works[::-1]  # what began last mostly ends last: one wait, not several
             for work, piece in works:
                 work.wait(FOR_EVER)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
@@ -31,11 +32,14 @@ from shoal.wire.connections import Outflow, connections
 from shoal.wire.dist_arrivals import Arrivals
 from shoal.wire.dist_departures import Departures
 from shoal.wire.dist_parts import PIECE_BYTES
-from shoal.wire.dist_peer import A_MOMENT_S, Outgoing, Peer
+from shoal.wire.dist_peer import A_MOMENT_S, DistLendJob, Outgoing, Peer
+from shoal.wire.dist_signs import ASK, BEAT, DROPPED, GOODBYE, LENT, MAX_REASON_LETTERS, TAKEN
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import ReceiveJob
+from shoal.wire.lending import Lender, Seals, is_readable
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
+from shoal.wire.loans import Loan, Loans
 from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
@@ -48,10 +52,6 @@ TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
 QUICK_BYTES = 16 * 2**20
 """Within one host, it takes but a moment to receive so many."""
-
-BEAT, ASK, GOODBYE, DROPPED = b"b", b"a", b"g", b"d"
-"""What a sign begins with. A reason may follow. ASK: for a sign of life, at once."""
-MAX_REASON_LETTERS = 500
 MakeLane = Callable[[dist.Store, int], GpuLane]
 T = TypeVar("T")
 
@@ -69,8 +69,12 @@ class DistLink(Link):
         timeout_s: float = 60.0,
         limit_bytes: int = DEFAULT_LIMIT_BYTES,
         hung_s: float = 10.0,
+        lends: bool = True,
     ) -> None:
+        """lends: large tensors to ranks of this host are read by them from where they lie, if all
+        ranks are here; else they are sent."""
         super().__init__(rank, size, timeout_s)
+        self._seals = Seals(size) if lends else None
         self._limit_bytes = limit_bytes
         self._hung_s = hung_s
         self._peers: dict[int, Peer] = {}
@@ -111,10 +115,13 @@ class DistLink(Link):
             low, high = sorted((self.rank, other))
             meeting = dist.PrefixStore(f"{low}-{high}", store)
             name = names[other] if names else f"rank {other}"
+            loans = Loans(self.rank)
             before = connections()
             try:
                 group = gloo(meeting, int(self.rank > other), 2, options)
                 lane = make_lane(meeting, int(self.rank > other)) if make_lane else None
+                if self._is_local and lane is None:
+                    self._introduce(meeting, other, loans)
             except RuntimeError as error:
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
             place = int(self.rank < other)
@@ -122,8 +129,11 @@ class DistLink(Link):
             made = connections() - before
             # If there are several, somebody else made one meanwhile, and nobody knows which it is.
             outflow = Outflow(next(iter(made))[0]) if len(made) == 1 else None
-            arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane, made)
-            peer = Peer(other, name, arrivals, Departures(group, place, packer, lane, outflow))
+            arrivals = Arrivals(
+                other, group, place, self._inbox, self._limit_bytes, lane, loans, made
+            )
+            departures = Departures(group, place, packer, lane, outflow, loans)
+            peer = Peer(other, name, arrivals, departures, loans)
             peer.rouse = functools.partial(self._rouse, peer)
             peer.arrivals.listen()
             self._peers[other] = peer
@@ -134,7 +144,26 @@ class DistLink(Link):
                 )
                 peer.threads[-1].start()
 
+    def _introduce(self, meeting: dist.Store, other: int, loans: Loans) -> None:
+        """Tell each other who lends where, and who can read it."""
+
+        def exchange(what: str, own: str) -> bytes:
+            meeting.set(f"{what}-{self.rank}", own)
+            its = f"{what}-{other}"
+            meeting.wait([its], timedelta(seconds=self.timeout_s))
+            return meeting.get(its)
+
+        lender = self._seals.lender if self._seals else None
+        told = exchange("lender", msgspec.json.encode(lender).decode())
+        its = msgspec.json.decode(told, type=Lender | None)
+        if self._seals and its and is_readable(its, self.rank):
+            loans.lender = its
+        loans.borrows = exchange("borrows", "yes" if loans.lender else "no") == b"yes"
+
     # -- sending -----------------------------------------------------------------------------------
+
+    def lends_to(self, rank: int) -> bool:
+        return self._peers[rank].loans.borrows
 
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
         check_way(to, tag, self.rank, self.size)
@@ -142,9 +171,11 @@ class DistLink(Link):
         with peer.departures.lock:
             if not self._is_open:
                 raise WireError("the link was closed")
-            departure, is_awaited = self._begin(peer, lambda: peer.departures.begin(tree, tag))
+            begun = self._begin(peer, lambda: peer.departures.begin(tree, tag))
         self._prepare(peer)
-        return Outgoing(self, peer, departure) if is_awaited else DONE
+        if isinstance(begun, Loan):
+            return DistLendJob(self, peer, begun)
+        return Outgoing(self, peer, begun) if begun else DONE
 
     def _begin(self, peer: Peer, begin: Callable[[], T]) -> T:
         """With the lock of its departures held."""
@@ -194,8 +225,8 @@ class DistLink(Link):
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def _wait_for(self, job: ReceiveJob, limit_s: float) -> bool:
-        """For a message: by receiving it, if nobody does, within one host.
+    def _wait_for(self, job: ReceiveJob | DistLendJob, limit_s: float) -> bool:
+        """For a message, or for its receipt: by receiving it, if nobody does, within one host.
 
         Whoever receives does not come back before something comes, be it a sign of life. So it must
         have more time than it takes to find that none will, and leaves what takes long to a thread.
@@ -215,7 +246,9 @@ class DistLink(Link):
                 self._wait_until(lambda: job.is_over or not peer.turns.is_wanted, left_s)
         return True
 
-    def _receive_for(self, job: ReceiveJob, peer: Peer, held: Held, until: float) -> None:
+    def _receive_for(
+        self, job: ReceiveJob | DistLendJob, peer: Peer, held: Held, until: float
+    ) -> None:
         """It is our turn."""
         try:
             if self._paused:
@@ -250,14 +283,8 @@ class DistLink(Link):
         """A message, or a sign. With its turn taken. most_bytes: a longer one is only begun."""
         try:
             sign = peer.arrivals.next(most_bytes)
-            if sign[:1] in (BEAT, ASK):
-                peer.arrivals.listen()
-            elif sign:
+            if sign:
                 self._heed(peer, sign)
-                peer.is_over = True
-            if sign[:1] == ASK:
-                with peer.departures.lock:
-                    self._start_sign(peer, BEAT)
         except WireError as error:
             peer.is_over = True
             log.warning("rank %d dropped %s: %s", self.rank, peer.name, error)
@@ -313,17 +340,33 @@ class DistLink(Link):
         return any(peer.turns.is_waiters for peer in self._peers.values())
 
     def _heed(self, peer: Peer, sign: bytes) -> None:
-        """It says goodbye, or has dropped us."""
-        reason = sign[1:].decode("utf-8", "replace")
-        if sign[:1] == DROPPED:
-            lost = f"{peer.name} dropped rank {self.rank}: {reason}"
-        elif sign[:1] == GOODBYE:
-            lost = has_left(peer.name, reason)
-        else:
+        kind, answer = sign[:1], b""
+        if kind in (GOODBYE, DROPPED):
+            self._hear_farewell(peer, kind, sign[1:].decode("utf-8", "replace"))
+            return
+        if kind == LENT:
+            if number := peer.arrivals.borrow(sign):
+                answer = TAKEN + number
+        elif kind == TAKEN:
+            peer.loans.has_taken(sign[1:])
+            self._inbox.stir()
+        elif kind == ASK:
+            answer = BEAT
+        elif kind != BEAT:
             raise WireError("it sent a sign that means nothing")
+        if answer:  # first: somebody waits for it
+            with peer.departures.lock:
+                self._start_sign(peer, answer)
+        peer.arrivals.listen()
+
+    def _hear_farewell(self, peer: Peer, kind: bytes, reason: str) -> None:
+        """It says goodbye, or has dropped us."""
+        dropped = f"{peer.name} dropped rank {self.rank}: {reason}"
+        lost = dropped if kind == DROPPED else has_left(peer.name, reason)
         with peer.departures.lock:
             self._say_goodbye(peer)
             self._part(peer, PeerLost(lost))
+        peer.is_over = True
 
     # -- waiting, and peers that go ----------------------------------------------------------------
 
@@ -370,8 +413,11 @@ class DistLink(Link):
         return copy.copy(peer.lost or lost)
 
     def _part(self, peer: Peer, lost: PeerLost) -> None:
+        if self._seals:
+            self._seals.break_for(peer.rank)  # it may only be gone for us, and read it later
         peer.lost = peer.lost or lost
         self._inbox.lose(peer.rank, peer.lost)
+        peer.loans.take_back()
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Say goodbye, behind all that was sent before, and give it time to get there."""
@@ -390,6 +436,10 @@ class DistLink(Link):
                 # Its connections and its threads end with it; the crew keeps us until it ends.
                 peer.arrivals.close()
                 peer.departures.close()
+        if self._seals:
+            self._seals.close()
+        for peer in self._peers.values():
+            peer.loans.take_back()
 
     def _wait_for_threads(self, peer: Peer, deadline: float) -> None:
         """Also where the peer is lost: a thread that comes back from gloo while the interpreter

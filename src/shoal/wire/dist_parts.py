@@ -18,7 +18,7 @@ from shoal.wire.slots import as_tensor, view_of
 
 FIRST, REST, PIECE, NEVER, WHOLE = 1, 2, 3, 4, 16
 """NEVER: what nothing is sent under."""
-PIECE_BYTES = first_piece.MOST_ROOM_BYTES
+PIECE_BYTES = 2**20
 
 
 class Parts(NamedTuple):
@@ -45,7 +45,7 @@ def parts_of(head: bytes, buffers: list[Memory], *, is_sign: bool = False) -> Pa
     for buffer in buffers:
         if isinstance(buffer, torch.Tensor):
             on_gpu.append(buffer)
-        elif buffer.nbytes <= PIECE_BYTES:
+        elif buffer.nbytes <= first_piece.MOST_ROOM_BYTES:
             wholes.append((WHOLE + buffer.nbytes, torch.from_numpy(buffer)))
         else:
             content = as_tensor(view_of(buffer))

@@ -7,12 +7,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shoal.errors import PeerLost
+from shoal.errors import PeerLost, ShoalError
 from shoal.interrupts import Rouse
 from shoal.wire.dist_arrivals import Arrivals
 from shoal.wire.dist_departures import Departure, Departures
 from shoal.wire.dist_turns import Turns
 from shoal.wire.link import Job, not_taken
+from shoal.wire.loans import LendJob, Loan, Loans
 from shoal.wire.terms import seconds
 from shoal.wire.tree import Tree
 
@@ -30,6 +31,7 @@ class Peer:
     name: str
     arrivals: Arrivals
     departures: Departures
+    loans: Loans
     turns: Turns = field(default_factory=Turns)
     lost: PeerLost | None = None
     parting: PeerLost | None = None
@@ -71,3 +73,30 @@ class Outgoing(Job):
         if not self._departure.is_over and self._peer.lost:
             raise copy.copy(self._peer.lost)
         return None
+
+
+class DistLendJob(LendJob):
+    """Whoever waits for it receives from its peer, as who waits for a message of that does."""
+
+    __slots__ = ("_link", "_peer")
+
+    def __init__(self, link: DistLink, peer: Peer, loan: Loan) -> None:
+        super().__init__(loan, peer.name, link.timeout_s)
+        self._link = link
+        self._peer = peer
+
+    @property
+    def peer(self) -> int:
+        return self._peer.rank
+
+    @property
+    def is_over(self) -> bool:
+        return self._loan.is_over or self._peer.lost is not None
+
+    def _await(self, limit_s: float) -> bool:
+        if limit_s > 0:
+            return self._link._wait_for(self, limit_s)
+        return self._link._wait_until(lambda: self.is_over, 0)  # which looks for peers that hang
+
+    def _why_not(self) -> ShoalError | None:
+        return copy.copy(self._peer.lost)

@@ -31,6 +31,8 @@ MAX_PIECE_BYTES = LEAST_ROOM_BYTES - MARK_BYTES
 """Of a front that goes in one piece; the rest of a longer one goes in another."""
 
 _LENGTH = struct.Struct("<I")
+MOST_IN_ONE_PIECE_BYTES = MAX_PIECE_BYTES - _LENGTH.size
+"""What `with_length` gets if it is to go in one piece."""
 _SIGN = 1 << 31
 """Set in the length of what is no message but a sign."""
 

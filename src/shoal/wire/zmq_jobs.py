@@ -6,8 +6,9 @@ import copy
 import time
 from typing import TYPE_CHECKING
 
-from shoal.errors import WireError
+from shoal.errors import ShoalError
 from shoal.wire.link import Job, not_taken
+from shoal.wire.loans import LendJob, Loan
 from shoal.wire.terms import seconds
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_peer import Peer
@@ -50,28 +51,20 @@ class SendJob(Job):
         return None
 
 
-class LendJob(Job):
-    """Done when the other side has taken what was lent to it."""
+class ZmqLendJob(LendJob):
+    """Whoever waits for it receives for all."""
 
-    def __init__(self, link: ZmqLink, peer: Peer, number: int) -> None:
-        """number: of the message."""
+    __slots__ = ("_link", "_peer")
+
+    def __init__(self, link: ZmqLink, peer: Peer, loan: Loan) -> None:
+        super().__init__(loan, peer.name, link.timeout_s)
         self._link = link
         self._peer = peer
-        self._number = number
-        self._loan = peer.lent[number]
 
-    def done(self) -> bool:
-        return self._link.tend(self._is_over)
+    def _await(self, limit_s: float) -> bool:
+        return self._link.tend(lambda: self.is_over, limit_s)
 
-    def _is_over(self) -> bool:
-        return self._number not in self._peer.lent
-
-    def wait(self, timeout_s: float | None = None) -> Tree:
-        limit_s = seconds(timeout_s, self._link.timeout_s)
-        if not self._link.tend(self._is_over, limit_s):
-            raise not_taken(self._peer.name, limit_s)
-        if self._loan.is_taken:
-            return None
+    def _why_not(self) -> ShoalError | None:
         if self._peer.is_gone:
-            raise self._link.lost(self._peer.rank)
-        raise copy.copy(self._peer.deaf) if self._peer.deaf else WireError("the link was closed")
+            return self._link.lost(self._peer.rank)
+        return copy.copy(self._peer.deaf)

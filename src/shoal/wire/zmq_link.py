@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -35,21 +34,13 @@ from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import ReceiveJob
 from shoal.wire.lending import Seals, is_readable
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
+from shoal.wire.loans import LEAST_BYTES, Loans, is_worth_lending
 from shoal.wire.terms import check_seconds, check_way
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
-from shoal.wire.zmq_jobs import LendJob, SendJob
-from shoal.wire.zmq_peer import Loan, Peer
-from shoal.wire.zmq_pieces import (
-    LAST,
-    LEND_AND_WAIT_BYTES,
-    LEND_BYTES,
-    MORE,
-    NEVER,
-    is_worth_lending,
-    send,
-    send_pieces,
-)
+from shoal.wire.zmq_jobs import SendJob, ZmqLendJob
+from shoal.wire.zmq_peer import Peer
+from shoal.wire.zmq_pieces import LAST, MORE, send, send_pieces
 from shoal.wire.zmq_receiving import Receiving
 from shoal.wire.zmq_signs import BORROWER, DEAF, DROPPED, GOODBYE, HELLO, LENT, say, say_goodbye
 from shoal.wire.zmq_sockets import PULSE, TURN_S, Card, give_pulse, identity
@@ -58,6 +49,9 @@ LAST_WORDS_S = 1.0
 """After a connection broke: how long what is still under way may take to arrive, unless it is known
 that all is here."""
 
+LEND_AND_WAIT_BYTES = 8 * 2**20
+"""More than fits into buffers on its way: whoever waits until so much has gone waits for the other
+to receive it anyway, and may as well lend it."""
 PULSE_GRACE_S = 0.2
 MAX_CALL_BYTES = 64 * 1024
 OnCall = Callable[[bytes, bytes, str], bytes | None]
@@ -163,6 +157,8 @@ class ZmqLink(Link):
             guest = Guest(card.public_key)
             dealer, pulse = (self._dealer(card, guest, what) for what in ("", PULSE))
             give_pulse(pulse, self._hung_s, self._last_words_s)
+            may_borrow = self._seals and card.lender and is_readable(card.lender, self.rank)
+            lender = card.lender if may_borrow else None
             peer = self._peers[rank] = Peer(
                 rank,
                 name,
@@ -171,15 +167,14 @@ class ZmqLink(Link):
                 pulse,
                 front.Packer(self._limit_bytes),
                 front.FrontReader(self._limit_bytes),
+                Loans(self.rank, lender),
             )
-            if self._seals and card.lender and is_readable(card.lender, self.rank):
-                peer.lender = card.lender
             self._by_identity[identity(rank, self.card.token)] = peer
             self._by_pulse[identity(rank, self.card.token, PULSE)] = peer
             for each in (dealer, pulse):
                 each.connect(card.endpoint)
                 with suppress(zmq.Again):  # it was refused already; `settle` will say so
-                    each.send(BORROWER if peer.lender else HELLO, zmq.DONTWAIT)
+                    each.send(BORROWER if lender else HELLO, zmq.DONTWAIT)
         self._gate.open()
 
     def _dealer(self, card: Card, guest: Guest, what: str) -> zmq.Socket[bytes]:
@@ -235,9 +230,9 @@ class ZmqLink(Link):
         self._send(tree, to, tag, LEND_AND_WAIT_BYTES).wait(timeout_s)
 
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
-        return self._send(tree, to, tag, LEND_BYTES if lend else NEVER)
+        return self._send(tree, to, tag, LEAST_BYTES if lend else None)
 
-    def _send(self, tree: Tree, to: int, tag: str, least_lent_bytes: int) -> Job:
+    def _send(self, tree: Tree, to: int, tag: str, least_lent_bytes: int | None) -> Job:
         check_way(to, tag, self.rank, self.size)
         peer = self._peers[to]
         if peer.torn:
@@ -250,7 +245,8 @@ class ZmqLink(Link):
                 peer.torn = type(error).__name__
             raise
 
-    def _start(self, peer: Peer, tree: Tree, tag: str, least_lent_bytes: int) -> Job:
+    def _start(self, peer: Peer, tree: Tree, tag: str, least_lent_bytes: int | None) -> Job:
+        """least_lent_bytes: None: nothing is lent."""
         with peer.lock:  # the pieces of two messages must not mix
             if not self._is_open:
                 raise WireError("the link was closed")
@@ -265,7 +261,7 @@ class ZmqLink(Link):
                 if not buffers:
                     send(peer.dealer, head, LAST)
                     return DONE
-                if peer.borrows and is_worth_lending(buffers, least_lent_bytes):
+                if peer.loans.borrows and is_worth_lending(buffers, least_lent_bytes):
                     return self._lend(peer, head, number, buffers)
                 return SendJob(self, peer, send_pieces(peer.dealer, head, number, buffers))
             except zmq.Again:  # there is no limit to the queue, but no queue without a connection
@@ -276,12 +272,11 @@ class ZmqLink(Link):
         raise broken
 
     def _lend(self, peer: Peer, head: bytes, number: int, buffers: list[front.Memory]) -> Job:
-        addresses = [buffer.ctypes.data for buffer in buffers]
-        peer.lent[number] = Loan(buffers)
+        loan, offer = peer.loans.lend(number, buffers)
         send(peer.dealer, LENT, MORE)
         send(peer.dealer, head, MORE)
-        send(peer.dealer, struct.pack(f"<{len(addresses)}Q", *addresses), LAST)
-        return LendJob(self, peer, number)
+        send(peer.dealer, offer, LAST)
+        return ZmqLendJob(self, peer, loan)
 
     def _tear_off(self, peer: Peer) -> None:
         """It may have got a part of a message, and our script goes on: both sides are told."""
@@ -292,7 +287,7 @@ class ZmqLink(Link):
         self._drop(peer, PeerLost(f"{self._name} {was_torn} to {peer.name}: it gets no more"))
 
     def lends_to(self, rank: int) -> bool:
-        return self._peers[rank].borrows
+        return self._peers[rank].loans.borrows
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -404,7 +399,7 @@ class ZmqLink(Link):
             if self._seals:
                 self._seals.break_for(peer.rank)
             peer.deaf = PeerLost(f"{peer.name} {reason}: it takes nothing more from {self._name}")
-            peer.take_back()
+            peer.loans.take_back()
         elif sign == GOODBYE:
             self._drop(peer, PeerLost(has_left(peer.name, reason)))
         else:
@@ -435,9 +430,9 @@ class ZmqLink(Link):
         if self._seals:
             self._seals.break_for(peer.rank)  # it may only be gone for us, and read it later
         peer.is_gone = True
-        peer.take_back()
         peer.due = None
         self._inbox.lose(peer.rank, error)
+        peer.loans.take_back()
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Say goodbye, behind all that was sent before, and give it time to get there."""
@@ -454,7 +449,7 @@ class ZmqLink(Link):
                 self._seals.close()
             self._gate.close()
             for peer in self._peers.values():
-                peer.take_back()
+                peer.loans.take_back()
                 peer.dealer.close(linger=0)
                 peer.pulse.close(linger=0)
             self._router.close(linger=0)

@@ -10,17 +10,9 @@ import zmq
 
 from shoal.errors import PeerLost
 from shoal.wire import front
-from shoal.wire.lending import Lender
+from shoal.wire.loans import Loans
 from shoal.wire.zmq_gate import Guest
 from shoal.wire.zmq_pieces import Due
-
-
-@dataclass
-class Loan:
-    """A message that was lent."""
-
-    memory: list[front.Memory]
-    is_taken: bool = False
 
 
 @dataclass
@@ -38,6 +30,7 @@ class Peer:
     """
     packer: front.Packer
     reader: front.FrontReader
+    loans: Loans
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_sent: int = 0
     num_received: int = 0
@@ -52,31 +45,12 @@ class Peer:
     is_gone: bool = False
     due: Due | None = None
     """The message whose pieces are coming, if one is."""
-    lender: Lender | None = None
-    """Where it lends memory that can be read here."""
-    borrows: bool = False
-    """Whether it can read what is lent to it."""
-    lent: dict[int, Loan] = field(default_factory=dict)
-    """By message: what it has not taken yet."""
     torn: str = ""
     """What interrupted us in the midst of a message to it. It can be told goodbye, and no more."""
     deaf: PeerLost | None = None
     """It was interrupted while it received, and takes nothing more. What it sends is received."""
     has_gap: bool = False
     """A message of it is lost, or was taken back: what it sent after that is not for anybody."""
-
-    def has_taken(self, number: int) -> None:
-        """The message of that number, if it was lent."""
-        if loan := self.lent.pop(number, None):
-            loan.is_taken = True
-            loan.memory.clear()
-
-    def take_back(self) -> None:
-        """All that was lent and not taken. Its seal must have been broken before."""
-        loans = list(self.lent.values())
-        self.lent.clear()
-        for loan in loans:
-            loan.memory.clear()
 
     def has_said_all(self, is_heard: bool, turns: int, last_words_s: float) -> bool:
         """Its connection broke: is nothing of what it sent left to be received?

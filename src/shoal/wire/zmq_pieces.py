@@ -20,7 +20,6 @@ import zmq.utils.garbage  # ends at exit: after all who register later, and stil
 from shoal.errors import WireError
 from shoal.wire.front import Front, Memory
 from shoal.wire.inbox import Inbox
-from shoal.wire.lending import MOST_BYTES
 from shoal.wire.slots import view_of
 
 send: Any = zmq.backend.Socket.send
@@ -31,11 +30,6 @@ PIECE_BYTES = 2**20
 WHOLE_BYTES = 4 * 2**20
 """At most, of a buffer that goes whole: the memory it comes in becomes the tensor's. Beyond this
 ZeroMQ is slow with it."""
-LEND_BYTES = 256 * 1024
-LEND_AND_WAIT_BYTES = 8 * 2**20
-"""More than fits into buffers on its way: whoever waits until so much has gone waits for the other
-to receive it anyway, and may as well lend it."""
-NEVER = MOST_BYTES + 1
 STAMP = struct.Struct("<QI")
 
 
@@ -82,11 +76,6 @@ def send_pieces(
 def is_whole(front: Front) -> bool:
     """Whether what is not in a front comes right behind it: one buffer, not too large."""
     return len(front.behind) == 1 and front.sizes[front.behind[0]] <= WHOLE_BYTES
-
-
-def is_worth_lending(buffers: list[Memory], least_bytes: int) -> bool:
-    """Less is sent, by two messages less; and so is more, which would take its time at once."""
-    return least_bytes <= sum(int(buffer.nbytes) for buffer in buffers) <= MOST_BYTES
 
 
 def cut(view: memoryview) -> list[memoryview]:

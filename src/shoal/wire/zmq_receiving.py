@@ -6,7 +6,6 @@ by whoever asked (zmq_link.py).
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,9 +14,9 @@ import zmq
 
 from shoal.errors import WireError
 from shoal.interrupts import Held
-from shoal.wire import front, lending
+from shoal.wire import front
 from shoal.wire.inbox import Inbox
-from shoal.wire.lending import TakenBack, is_readable
+from shoal.wire.loans import receipt
 from shoal.wire.zmq_gate import Gate
 from shoal.wire.zmq_peer import Peer
 from shoal.wire.zmq_pieces import LAST, MORE, Due, check_size, is_whole, send
@@ -31,8 +30,6 @@ from shoal.wire.zmq_signs import (
     MAX_REASON_LETTERS,
     TAKEN,
 )
-
-NUMBER = struct.Struct("<Q")
 
 _NO_FRAME = zmq.Frame()
 OnFarewell = Callable[[Peer, bytes, str], None]
@@ -130,12 +127,10 @@ class Receiving:
             if not peer.has_gap:
                 self._borrow(peer)
         elif sign == TAKEN:
-            number = self._next().bytes
-            check_size(len(number), NUMBER.size)
-            peer.has_taken(*NUMBER.unpack(number))
+            peer.loans.has_taken(self._next().bytes)
         elif sign in (HELLO, BORROWER) and not peer.has_come:
             peer.has_come = True
-            peer.borrows = sign == BORROWER and self._lends
+            peer.loans.borrows = sign == BORROWER and self._lends
             self._gate.greet(self.frame, peer.guest, brings_all=True)
         elif sign in (GOODBYE, DROPPED, DEAF):
             reason = self._next().bytes[:MAX_REASON_LETTERS] if self.has_more else b""
@@ -145,21 +140,14 @@ class Receiving:
 
     def _borrow(self, peer: Peer) -> None:
         """A message whose large buffers lie in the memory of `peer`."""
-        if peer.lender is None or peer.due is not None:
-            raise WireError("it lends what nobody can borrow")
+        if peer.due is not None:
+            raise WireError("it lends between two pieces of a message")
         count, read, contents = self._receive_front(peer, self._next().buffer)
         offer = self._next().buffer
-        check_size(len(offer), NUMBER.size * len(read.behind))
         arrival = self._inbox.arrive(peer.rank, read)
         for (slot, _, _), content in zip(read.small, contents, strict=True):
             arrival.take(slot, content)
-        places = [arrival.room(slot) for slot in read.behind]
-        try:
-            addresses = [at for (at,) in NUMBER.iter_unpack(offer)]
-            lending.read(peer.lender, self._rank, addresses, places)
-        except TakenBack as error:
-            if is_readable(peer.lender, self._rank):
-                raise WireError("it lent memory that it does not have") from error
+        if not peer.loans.borrow(arrival, offer):
             peer.has_gap = True
             self._gate.note_broken(peer.guest)  # it is leaving: its last words may say why
             return
@@ -170,7 +158,7 @@ class Receiving:
             peer.lock,
         ):  # if its connection broke, that is found out soon
             send(peer.dealer, TAKEN, MORE)
-            send(peer.dealer, NUMBER.pack(count), LAST)
+            send(peer.dealer, receipt(count), LAST)
 
     def _next(self) -> zmq.Frame:
         """The next frame."""

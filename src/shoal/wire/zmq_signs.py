@@ -60,7 +60,7 @@ def say_goodbye(
             (peer, buffer)
             for peer, buffer in parting
             if not (peer.is_gone or peer.guest.broken_at)
-            and (not buffer.is_free() or (peer.lent and not reason))
+            and (not buffer.is_free() or (peer.loans.lent and not reason))
         ]
         if parting and parting[0][1].is_free(SEND_TURN_S):
             router.poll(int(1000 * SEND_TURN_S))  # for "taken"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.wire.dist_link import DistLink
 from shoal.wire.dist_parts import FIRST, PIECE, PIECE_BYTES
-from shoal.wire.first_piece import MAX_PIECE_BYTES, with_length
+from shoal.wire.first_piece import MAX_PIECE_BYTES, MOST_ROOM_BYTES, with_length
 from shoal.wire.tree import Tree, tensors_of, with_tensors
 
 SOON_S = 20.0
@@ -30,12 +30,13 @@ Join = Callable[..., list[DistLink]]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """The links of two ranks, joined at `store`."""
+    """The links of two ranks, joined at `store`, that send whatever its size."""
     made: list[DistLink] = []
 
     def begin(store: dist.Store | None = None, **settings: Any) -> list[DistLink]:
         store = store or dist.HashStore()
-        links = [DistLink(rank, 2, timeout_s=SOON_S, **settings) for rank in range(2)]
+        settings = {"timeout_s": SOON_S, "lends": False, **settings}
+        links = [DistLink(rank, 2, **settings) for rank in range(2)]
         made.extend(links)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda link: link.join(store, "127.0.0.1"), links))
@@ -60,7 +61,7 @@ def test_messages_of_any_sizes_in_any_order(join: Join, sizes_mib: list[int]) ->
 
     The last piece of a buffer that is cut may be as long as the whole buffer before.
     """
-    assert PIECE_BYTES == 4 * 2**20, "sizes were chosen for it"
+    assert (MOST_ROOM_BYTES, PIECE_BYTES) == (4 * 2**20, 2**20), "sizes were chosen for them"
     links = join(hung_s=3)
     for number, size in enumerate(sizes_mib):
         message = filled(size * 2**20, number)
@@ -119,7 +120,10 @@ def mute(join: Join) -> Iterator[DistLink]:
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     with ThreadPoolExecutor(2) as pool:
         joining = pool.submit(link.join, store, "127.0.0.1")
-        group = gloo(dist.PrefixStore("0-1", store), 1, 2, options)
+        meeting = dist.PrefixStore("0-1", store)
+        group = gloo(meeting, 1, 2, options)
+        meeting.set("lender-1", "null")
+        meeting.set("borrows-1", "no")
         joining.result(SOON_S)
     yield link
     link.close(farewell_s=0)
@@ -230,7 +234,7 @@ def test_a_peer_that_comes_back_writes_no_more_into_places_that_were_given_back(
     sender, receiver = join(hung_s=HUNG_S)
     receiver._peers[0].arrivals._connections.clear()  # here the sender lives, and shows it
     way = sender._peers[1].departures
-    message = filled(3 * PIECE_BYTES, 1)
+    message = filled(3 * MOST_ROOM_BYTES, 1)
     place = torch.zeros_like(message)
     job = receiver.irecv(0, into=place)
     head, _ = way._packer.pack(message, "", 0)
