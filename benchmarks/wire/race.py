@@ -25,6 +25,7 @@ import torch.distributed as dist
 import zmq
 
 import shoal
+from shoal.wire.dist_link import DistLink
 from shoal.wire.keys import AuthorizedKeys, new_pair
 from shoal.wire.link import Link
 from shoal.wire.zmq_gate import Keys
@@ -105,6 +106,14 @@ def link_that_sends(crew: shoal.JoinedCrew, stack: ExitStack, keys: Keys | None 
     return link
 
 
+def dist_link_that_sends(crew: shoal.JoinedCrew, stack: ExitStack) -> Link:
+    """The same over dist."""
+    link = DistLink(crew.rank, crew.size, lends=False)
+    stack.callback(link.close)
+    link.join(crew.store_for("race"), "127.0.0.1")
+    return link
+
+
 def keys_of(crew: shoal.JoinedCrew, stack: ExitStack) -> Keys:
     """Every rank is known to every other."""
     pair = new_pair()
@@ -127,6 +136,7 @@ def main() -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         by_zmq, by_dist = crew.link("zmq"), crew.link("dist")
         sent = link_that_sends(crew, stack)
+        dist_sent = dist_link_that_sends(crew, stack)
         encrypted = link_that_sends(crew, stack, keys_of(crew, stack))
         contestants = {
             "raw pyzmq": RawZmq(crew, shape, stack),
@@ -138,6 +148,8 @@ def main() -> None:
             "link zmq + CURVE": ByLink(encrypted),
             "link dist": ByLink(by_dist),
             "link dist into=": ByLink(by_dist, torch.empty(shape)),
+            "link dist, sent": ByLink(dist_sent),
+            "link dist, sent, into=": ByLink(dist_sent, torch.empty(shape)),
         }
 
         if args.only:

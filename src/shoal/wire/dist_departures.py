@@ -97,7 +97,8 @@ class Departures:
         said = front.without_number(head)
         if self._is_repeated and said == self._said and first_piece.may_stand(buffers):
             head = b""  # the other side knows what it would say: it was said twice, and none since
-        departure = self._begin(parts_of(head, buffers), said, is_awaited=bool(buffers))
+        parts = parts_of(head, buffers)
+        departure = self._begin(parts, is_message=True, said=said, is_awaited=bool(buffers))
         return departure if buffers else None
 
     def _lend(self, head: bytes, buffers: list[front.Memory]) -> Loan | None:
@@ -107,24 +108,30 @@ class Departures:
         try:
             text = lent(head, offer)
             if len(text) <= first_piece.MOST_IN_ONE_PIECE_BYTES:
-                self.begin_sign(text)
-                self._num_messages += 1
+                self._begin(parts_of(text, [], is_sign=True), is_message=True)
                 return loan
         finally:
-            if self._num_messages == number:
+            if self._num_messages == number:  # it was not said, and will not be
                 del self._loans.lent[number]
         return None
 
     def begin_sign(self, text: bytes) -> None:
-        self._begin(parts_of(text, [], is_sign=True), None)
+        self._begin(parts_of(text, [], is_sign=True))
 
     def end(self) -> None:
         """Nothing comes behind what has begun."""
         self._wake()
         self._under_way.put(None)
 
-    def _begin(self, parts: Parts, said: bytes | None, *, is_awaited: bool = False) -> Departure:
-        """said: by the front of a message; None: it is a sign."""
+    def _begin(
+        self,
+        parts: Parts,
+        *,
+        is_message: bool = False,
+        said: bytes | None = None,
+        is_awaited: bool = False,
+    ) -> Departure:
+        """said: by a front that the other side will remember."""
         made = Departure([*parts.pieces, *parts.on_gpu])
         places = [[piece] for piece in parts.pieces]
         given_bytes = self._given_bytes(parts)
@@ -138,14 +145,15 @@ class Departures:
                 gone.extend(map(_HAVE_GONE, made.works))  # not by Python, either
         finally:
             if len(made.works) == len(made.pieces):
-                self._has_begun(made, said, has_gone=bool(gone), is_awaited=is_awaited)
+                self._num_messages += is_message
+                if said is not None:
+                    self._said, self._is_repeated = said, said == self._said
+                self._has_begun(made, has_gone=bool(gone), is_awaited=is_awaited)
             elif made.works:
                 self.is_torn = True
         return made
 
-    def _has_begun(
-        self, departure: Departure, said: bytes | None, *, has_gone: bool, is_awaited: bool
-    ) -> None:
+    def _has_begun(self, departure: Departure, *, has_gone: bool, is_awaited: bool) -> None:
         if has_gone:
             departure.finish()
         else:
@@ -154,9 +162,6 @@ class Departures:
             is_much = sum(piece.nbytes for piece in departure.pieces) > MOST_UNSEEN_BYTES
             if is_awaited or is_much or len(self._unseen) >= MOST_UNSEEN:
                 self._wake()
-        if said is not None:
-            self._said, self._is_repeated = said, said == self._said
-            self._num_messages += 1
 
     def _given_bytes(self, parts: Parts) -> int | None:
         """To the system so far, where that will tell whether these have gone: one long piece, with

@@ -18,28 +18,26 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 import torch.distributed as dist
 
 from shoal.errors import PeerLost, PeerSilent, WireError
 from shoal.interrupts import Held, can_be_held
 from shoal.network import is_loopback
 from shoal.wire import front
-from shoal.wire.connections import Outflow, connections
+from shoal.wire.connections import Outflow
 from shoal.wire.dist_arrivals import Arrivals
 from shoal.wire.dist_departures import Departures
+from shoal.wire.dist_meeting import MakeLane, Meeting, Met
 from shoal.wire.dist_parts import PIECE_BYTES
 from shoal.wire.dist_peer import A_MOMENT_S, DistLendJob, Outgoing, Peer
 from shoal.wire.dist_signs import ASK, BEAT, DROPPED, GOODBYE, LENT, MAX_REASON_LETTERS, TAKEN
-from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.inbox import ReceiveJob
-from shoal.wire.lending import Lender, Seals, is_readable
+from shoal.wire.lending import Seals
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
-from shoal.wire.loans import Loan, Loans
+from shoal.wire.loans import Loan
 from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
@@ -52,7 +50,6 @@ TURN_S = 0.25
 """How often a wait looks for peers that are hung."""
 QUICK_BYTES = 16 * 2**20
 """Within one host, it takes but a moment to receive so many."""
-MakeLane = Callable[[dist.Store, int], GpuLane]
 T = TypeVar("T")
 
 log = logging.getLogger("shoal.wire")
@@ -103,40 +100,17 @@ class DistLink(Link):
         address: of this rank.
         make_lane: for tensors that go from GPU to GPU, where every rank has one of its own.
         """
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
-        options._threads = 1
-        options._devices = [gloo.create_device(hostname=address)]
         self._is_local = is_loopback(address)
+        meeting = Meeting(store, self.rank, address, self.timeout_s, self._seals, make_lane)
         for other in range(self.size):
             if other == self.rank:
                 continue
-            low, high = sorted((self.rank, other))
-            meeting = dist.PrefixStore(f"{low}-{high}", store)
             name = names[other] if names else f"rank {other}"
-            loans = Loans(self.rank)
-            before = connections()
             try:
-                group = gloo(meeting, int(self.rank > other), 2, options)
-                lane = make_lane(meeting, int(self.rank > other)) if make_lane else None
-                if self._is_local and lane is None:
-                    self._introduce(meeting, other, loans)
+                met = meeting.with_rank(other, may_lend=self._is_local)
             except RuntimeError as error:
                 raise WireError(f"rank {self.rank} has no link with {name}: {error}") from error
-            place = int(self.rank < other)
-            packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
-            made = connections() - before
-            # If there are several, somebody else made one meanwhile, and nobody knows which it is.
-            outflow = Outflow(next(iter(made))[0]) if len(made) == 1 else None
-            arrivals = Arrivals(
-                other, group, place, self._inbox, self._limit_bytes, lane, loans, made
-            )
-            departures = Departures(group, place, packer, lane, outflow, loans)
-            peer = Peer(other, name, arrivals, departures, loans)
-            peer.rouse = functools.partial(self._rouse, peer)
-            peer.arrivals.listen()
-            self._peers[other] = peer
+            self._peers[other] = self._peer(other, name, met)
         for peer in self._peers.values():
             for work in (self._receive_for_ever, self._see_off):
                 peer.threads.append(
@@ -144,21 +118,18 @@ class DistLink(Link):
                 )
                 peer.threads[-1].start()
 
-    def _introduce(self, meeting: dist.Store, other: int, loans: Loans) -> None:
-        """Tell each other who lends where, and who can read it."""
-
-        def exchange(what: str, own: str) -> bytes:
-            meeting.set(f"{what}-{self.rank}", own)
-            its = f"{what}-{other}"
-            meeting.wait([its], timedelta(seconds=self.timeout_s))
-            return meeting.get(its)
-
-        lender = self._seals.lender if self._seals else None
-        told = exchange("lender", msgspec.json.encode(lender).decode())
-        its = msgspec.json.decode(told, type=Lender | None)
-        if self._seals and its and is_readable(its, self.rank):
-            loans.lender = its
-        loans.borrows = exchange("borrows", "yes" if loans.lender else "no") == b"yes"
+    def _peer(self, other: int, name: str, met: Met) -> Peer:
+        group, lane, loans, made = met
+        place = int(self.rank < other)
+        packer = front.Packer(self._limit_bytes, lane.stays if lane else None)
+        # If there are several, somebody else made one meanwhile, and nobody knows which it is.
+        outflow = Outflow(next(iter(made))[0]) if len(made) == 1 else None
+        arrivals = Arrivals(other, group, place, self._inbox, self._limit_bytes, lane, loans, made)
+        departures = Departures(group, place, packer, lane, outflow, loans)
+        peer = Peer(other, name, arrivals, departures, loans)
+        peer.rouse = functools.partial(self._rouse, peer)
+        arrivals.listen()
+        return peer
 
     # -- sending -----------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ import msgspec
 from shoal.crew import Crew
 from shoal.errors import ShoalError, WireError
 from shoal.network import is_loopback
-from shoal.wire.dist_link import DistLink, MakeLane
+from shoal.wire.dist_link import DistLink
+from shoal.wire.dist_meeting import MakeLane
 from shoal.wire.gpu_lane import GpuLane
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.keys import (
