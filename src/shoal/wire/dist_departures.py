@@ -112,7 +112,7 @@ class Departures:
                 return loan
         finally:
             if self._num_messages == number:  # it was not said, and will not be
-                del self._loans.lent[number]
+                self._loans.lent.pop(number, None)
         return None
 
     def begin_sign(self, text: bytes) -> None:

@@ -80,6 +80,12 @@ def is_readable(lender: Lender, rank: int) -> bool:
     return True
 
 
+def can_be_read(address: int) -> bool:
+    """Whether the system would read there, in this very process, for another."""
+    byte = ctypes.create_string_buffer(1)
+    return _read(os.getpid(), (ctypes.addressof(byte), address, 1))
+
+
 def read(lender: Lender, rank: int, addresses: Sequence[int], places: Sequence[memoryview]) -> None:
     """Fill the places with what lies at these addresses there, lent to `rank`.
 

@@ -12,6 +12,8 @@ import struct
 from abc import abstractmethod
 from dataclasses import dataclass, field
 
+import torch
+
 from shoal.errors import ShoalError, WireError
 from shoal.wire import lending
 from shoal.wire.arrival import Arrival
@@ -34,7 +36,15 @@ def is_worth_lending(buffers: list[Memory], least_bytes: int | None = LEAST_BYTE
     """
     if least_bytes is None:
         return False
-    return least_bytes <= sum(int(buffer.nbytes) for buffer in buffers) <= MOST_BYTES
+    size = sum(int(buffer.nbytes) for buffer in buffers)
+    return least_bytes <= size <= MOST_BYTES and _lies_where_it_can_be_read(buffers)
+
+
+def _lies_where_it_can_be_read(buffers: list[Memory]) -> bool:
+    """Not so what CUDA's driver has mapped (pinned memory): no other process gets at it."""
+    if not torch.cuda.is_initialized():
+        return True
+    return all(lending.can_be_read(buffer.ctypes.data) for buffer in buffers)
 
 
 @dataclass

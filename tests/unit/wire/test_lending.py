@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy
@@ -14,6 +15,7 @@ import pytest
 
 from shoal.wire import lending
 from shoal.wire.lending import Lender, Seals, TakenBack, is_readable, read
+from shoal.wire.loans import is_worth_lending
 
 LENDER = """
 import json, sys
@@ -118,6 +120,16 @@ def test_another_user_cannot_read_it() -> None:
     argv = [sys.executable, "-c", BORROWER, lender]
     assert subprocess.run(argv, capture_output=True, text=True).stdout == "False\n"
     assert is_readable(seals.lender, 0)
+
+
+def test_memory_that_no_other_process_gets_at_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pinned memory; here it is an address where nothing is."""
+    array = numpy.zeros(2**20, dtype=numpy.uint8)
+    pinned = SimpleNamespace(nbytes=2**20, ctypes=SimpleNamespace(data=8))
+    assert is_worth_lending([array])
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert is_worth_lending([array])
+    assert not is_worth_lending([array, pinned])
 
 
 def test_where_the_system_has_no_such_call(monkeypatch: pytest.MonkeyPatch) -> None:
