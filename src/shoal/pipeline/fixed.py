@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.reach import slots_of
+from shoal.pipeline.reach import cached_names, slots_of
 from shoal.wire.tree import Path, Tree
 
 MOST_VALUES = 100
@@ -167,9 +167,13 @@ def _told(value: Any, words: frozenset[str], depth: int = 0) -> _Told:
         return [_told(each, words, depth + 1) for each in parts]
     is_dict = isinstance(value, dict)
     own = value if is_dict else {**getattr(value, "__dict__", {}), **slots_of(value)}
+    cached = frozenset() if is_dict else cached_names(value)
+    own = {key: each for key, each in own.items() if key not in cached}
     asked = {key: each for key, each in own.items() if key in words}
     if not asked:  # it is given to somebody, who may ask for any
-        shows_more = any(isinstance(getattr(type(value), word, None), property) for word in words)
+        shows_more = bool(cached & words) or any(
+            isinstance(getattr(type(value), word, None), property) for word in words
+        )
         asked = {k: v for k, v in own.items() if is_dict or _is_plain(k, v, shows_more)}
     if len(asked) > MOST_VALUES:
         return None

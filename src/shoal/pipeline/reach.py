@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections import deque
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -12,20 +14,33 @@ from torch import nn
 
 MAX_DEPTH, MAX_THINGS = 8, 100_000
 """Beyond a module: one may lead to a whole data set."""
-_LEAVES = (type, FunctionType, MethodType, ModuleType, torch.device, torch.dtype, str, bytes)
+_LEAVES = (
+    *(type, FunctionType, MethodType, ModuleType, logging.Logger),
+    *(torch.device, torch.dtype, str, bytes),
+)
 _PLAIN = (bool, int, float, complex, type(None))
+_SKIPPED = frozenset([*_LEAVES, *_PLAIN])
+"""By their very type, which is soon asked: a tokenizer has tens of thousands of words."""
 
 
-def reachable(model: Any) -> list[Any]:
-    """Itself and everything that it leads to, each once; no plain values."""
+def reachable(model: Any, *, into_modules: bool = True) -> list[Any]:
+    """Itself and everything that it leads to, each once; no plain values, nor tuples of these.
+
+    into_modules: else those that are met on the way are left out.
+    """
     found: dict[int, Any] = {}
     ahead: deque[tuple[Any, int]] = deque([(model, 0)])
     while ahead and len(found) < MAX_THINGS:
         thing, depth = ahead.popleft()
         if id(thing) in found or depth > MAX_DEPTH or isinstance(thing, _LEAVES + _PLAIN):
             continue
+        if not into_modules and isinstance(thing, nn.Module):
+            continue
         found[id(thing)] = thing
         for inner in _inside(thing):
+            kind = type(inner)
+            if kind in _SKIPPED or (kind is tuple and all(type(e) in _SKIPPED for e in inner)):
+                continue
             ahead.append((inner, 0 if isinstance(inner, nn.Module) else depth + 1))
     return list(found.values())
 
@@ -55,6 +70,17 @@ def slots_of(thing: Any) -> dict[str, Any]:
         ]
     found = {name: getattr(thing, name, _MISSING) for name in names if name not in _NO_SLOTS}
     return {name: value for name, value in found.items() if value is not _MISSING}
+
+
+def cached_names(thing: Any) -> frozenset[str]:
+    """Of an object's attributes: those that come up when they are first asked for, and stay."""
+    kinds = type(thing).__mro__
+    return frozenset(
+        name
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if isinstance(value, functools.cached_property)
+    )
 
 
 def around(model: nn.Module) -> list[Any]:

@@ -6,14 +6,13 @@ own, so whoever changes such a thing while all stages are tried in one process i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy
 from torch import nn
 
-from shoal.pipeline.reach import reachable, slots_of
+from shoal.pipeline.kept import content_of
+from shoal.pipeline.reach import reachable
 
 
 class _Thing(NamedTuple):
@@ -32,21 +31,21 @@ class SharedThings:
             for thing in reachable(stage):
                 found.setdefault(id(thing), _Thing(thing, set())).stages.add(number)
         self._things = [thing for thing in found.values() if len(thing.stages) > 1]
-        self._before = [_content(thing.itself) for thing in self._things]
+        self._content = content_of([thing.itself for thing in self._things])
+        self._before = self._content()
 
     def changed_by(self, stage: int) -> list[str]:
         """Since this was made, or asked last: what that stage has done, in words."""
         faults = []
-        for at, (thing, stages) in enumerate(self._things):
-            now = _content(thing)
-            if now != self._before[at]:
+        before, self._before = self._before, self._content()
+        for (thing, stages), was, now in zip(self._things, before, self._before, strict=True):
+            if now != was:
                 others = ", ".join(str(other) for other in sorted(stages - {stage}))
                 faults.append(
                     f"stage {stage} changes {self._called(thing)}, which stage {others} has, too: "
                     "on a rank of its own it would have another. Let what is in it be an output of "
                     "the one module, and an input of the other."
                 )
-                self._before[at] = now
         return faults
 
     def _called(self, thing: Any) -> str:
@@ -57,17 +56,3 @@ class SharedThings:
                 if value is thing or getattr(value, "__dict__", None) is thing:
                     return f"{path}.{name}".strip(".")
         return f"a {type(thing).__name__} that its modules hold"
-
-
-def _content(thing: Any) -> Any:
-    """To be compared: which things are in it, not what is in these."""
-    match thing:
-        case dict():
-            return [(key, id(value)) for key, value in thing.items()]
-        case list() | deque():
-            return list(map(id, thing))
-        case set():
-            return set(map(id, thing))
-        case numpy.ndarray():
-            return thing.tobytes()
-    return {name: id(value) for name, value in slots_of(thing).items()}

@@ -23,6 +23,7 @@ from shoal.errors import ModelError
 from shoal.pipeline.dice import Dice
 from shoal.pipeline.fixed import FixedValues
 from shoal.pipeline.keeping import as_it_was
+from shoal.pipeline.kept import Kept
 from shoal.pipeline.nodes import INSIDE, LINE, changes_in_place, inside, is_of_the_users, line_of
 from shoal.pipeline.reach import around, reachable
 from shoal.pipeline.unseen import (
@@ -112,9 +113,12 @@ class _Tracer(fx.Tracer):
             # One tensor is one value, whose gradients are added up in the order of its uses.
             return args[0] if args and _gives_back(m) else result
         self._open.append(path)
+        kept = Kept(m)
         try:
             result = super().call_module(m, forward, args, kwargs)
             self._check_dice()
+            if name := kept.changed():
+                self._refuse(_changes(name))
         except Exception:
             self.failed = self.failed or path
             raise
@@ -226,6 +230,10 @@ class _Tracer(fx.Tracer):
         raise self._first
 
 
+def _changes(name: str) -> str:
+    return f"changes what it keeps in {name!r}, as it would not do with every batch"
+
+
 _DRAWS = "draws random numbers that would be the same ones for every batch"
 _IS_FIXED = "has been specialized to have value"
 """In what torch.fx says of inputs that were fixed."""
@@ -300,6 +308,7 @@ def _read_twice(
     readings: list[Reading] = []
     read_with = FixedValues()
     with as_it_was(model):
+        kept = Kept(model)
         for has_gradients in (True, False):
             known = set(vars(model))
             with torch.set_grad_enabled(has_gradients):
@@ -316,6 +325,7 @@ def _read_twice(
             made = {name: vars(model).pop(name) for name in set(vars(model)) - known}
             readings.append(Reading(graph, made))
             read_with.add(tracer.values)
+        changed = kept.changed()
     different = first_difference(*readings)
     if different is not None:
         if keep_whole(different, whole):
@@ -326,6 +336,8 @@ def _read_twice(
             f"torch.is_grad_enabled()), which torch.fx does not see.{line_of(different)}\n"
             + WAYS_OUT
         )
+    if changed:
+        raise ModelError(_unreadable(model, Unseen(_changes(changed))))
     for name, constant in readings[0].constants.items():
         setattr(model, name, constant)
     values.add(read_with)

@@ -511,6 +511,30 @@ def test_what_modules_of_two_stages_tell_each_other(make: Callable[[], Any]) -> 
     compare(nn.Sequential(Looks(notes), nn.Tanh(), Looks(notes)), [1])  # and if nobody writes
 
 
+class Sizes:
+    count = 1.0
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return self.count * 2
+
+
+def test_what_an_object_makes_when_it_is_asked_is_told_to_nobody() -> None:
+    """Each rank's makes its own."""
+
+    class Asks(nn.Module):
+        def __init__(self, sizes: Sizes) -> None:
+            super().__init__()
+            self.sizes, self.log = sizes, logging.getLogger("test.sizes")
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log.debug("asks")
+            return x * self.sizes.scale if not x.isnan().any() else x
+
+    sizes = Sizes()
+    compare(nn.Sequential(square(), Asks(sizes), square(), Asks(sizes)), [2])
+
+
 def test_a_cache_that_nobody_can_put_back_is_filled_with_the_models_own_weights() -> None:
     """It had those that the model was tried with, somewhat other ones, and kept them for good."""
 

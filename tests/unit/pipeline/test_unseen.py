@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ class Layers(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.plain = torch.ones(WIDTH)
         self.number = 0
-        self.seen: list[int] = []
+        self.seen: list[Any] = []
 
 
 class NoGrad(Layers):
@@ -105,6 +106,26 @@ class Remembers(Layers):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(1)
         return self.b(x) * len(self.seen)  # here
+
+
+class Appends(Layers):
+    def forward(self, x: Tensor) -> Tensor:  # here
+        self.seen.append(x.detach())
+        return self.b(x)
+
+
+class Meter:
+    calls = 0
+
+
+class CountsElsewhere(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = {"meter": [Meter()]}
+
+    def forward(self, x: Tensor) -> Tensor:  # here
+        self.by_name["meter"][0].calls += 1
+        return self.b(x)
 
 
 class Noise(Layers):
@@ -266,6 +287,8 @@ ALL: list[tuple[type[Layers], str]] = [
     (Counts, "sets the attribute 'count'"),
     (Numbers, "sets the attribute 'number'"),
     (Remembers, "does not do the same when it is called again"),
+    (Appends, "changes what it keeps in 'seen'"),
+    (CountsElsewhere, "changes what it keeps in 'by_name'"),
     (Noise, "draws random numbers"),
     (PythonNoise, "draws random numbers"),
     (GlobalDice, "draws random numbers"),
@@ -340,6 +363,31 @@ def test_the_module_whose_forward_does_it_is_whole_not_the_one_it_calls() -> Non
                 return self.inner(x)
 
     assert modules(trace(nn.Sequential(Outer(), nn.ReLU()))) == ["0", "1"]
+
+
+def test_what_is_no_change_of_what_a_module_keeps() -> None:
+    """A logger's own memory, values that a config makes when asked, a list that stays the same."""
+
+    class Config:
+        width = WIDTH
+
+        @functools.cached_property
+        def scale(self) -> float:
+            return 1 / self.width
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.config = nn.Linear(WIDTH, WIDTH), Config()
+            self.log, self.seen = logging.getLogger("test.asks"), [1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log.debug("forward")
+            return self.a(x) * self.config.scale * self.seen[0]
+
+    graph = read(nn.Sequential(Asks(), Asks()))
+    assert modules(graph.training) == ["0.a", "1.a"]
+    graph.values.check()
 
 
 def test_what_surrounds_no_step_is_no_matter() -> None:
