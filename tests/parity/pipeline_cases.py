@@ -548,6 +548,20 @@ def modes_as_they_came(crew: shoal.JoinedCrew, schedule: str) -> None:
         assert alone.norm.num_batches_tracked == 0
 
 
+def case_a_part_that_is_put_into_eval_before_there_is_a_stage(crew: shoal.JoinedCrew) -> None:
+    """After pipe.train(), as scripts for fine-tuning do with each epoch."""
+    model, alone = oddities(0.0), oddities(0.0)
+    together = Together(crew, model, schedule="sequential")
+    together.pipe.train()
+    for each in (model, alone):
+        each.norm.eval()
+    batches = batches_of_rows([8] * 5)
+    state = together.run(batches)
+    train_alone(alone, batches)
+    same(state, alone)
+    assert alone.norm.num_batches_tracked == 0
+
+
 def case_what_is_random_and_not_in_the_state_is_rank_0s(crew: shoal.JoinedCrew) -> None:
     """As its weights are, where ranks have other seeds."""
     batches = batches_of_rows([8] * 5)

@@ -178,8 +178,6 @@ class Pipeline:
         self._optimizer = self._calls.begun_by_all(
             self._crew, "the optimizer", self._make_optimizer
         )
-        if self._mode is not None:
-            stage.module.train(self._mode)
 
     def _compare(self, x: Tree, y: Tree = None, *, goes_back: bool = False) -> None:
         """With the model itself, by the first samples of the first batch; and once more before it
@@ -246,9 +244,11 @@ class Pipeline:
     def train(self, mode: bool = True) -> Self:
         self._mode = mode
         given = self._given()
-        self._given_mode = mode if given is None else given.training
         if self._stage is not None:
             self._stage.module.train(mode)
+        elif given is not None:  # whose modules it will have, in the modes that they have then
+            given.train(mode)
+        self._given_mode = mode if given is None else given.training
         return self
 
     def eval(self) -> Self:
