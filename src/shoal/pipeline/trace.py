@@ -424,6 +424,11 @@ def _unreadable(model: nn.Module, error: Exception) -> str:
         text = f"{what}.forward {error}: torch.fx does not see that, and it would be lost."
     else:
         text = f"{what} cannot be read by torch.fx: {error}"
+        if isinstance(error, TypeError) and "slice indices" in str(error):
+            text += (
+                ". A plain tensor or list cannot be cut to a length that comes with the batch; a "
+                "buffer can: give the tensor to register_buffer in __init__"
+            )
     line = users_line(frames) or _line_of_forward(model)
     return "\n".join([text, *([f"  {line}"] if line else []), WAYS_OUT])
 

@@ -499,6 +499,17 @@ def test_pieces_of_a_buffer_whose_size_comes_with_the_batch() -> None:
         assert torch.equal(read_model(x), model(x))
 
 
+def test_a_plain_tensor_cannot_be_cut_to_what_comes_with_the_batch() -> None:
+    """Nobody would guess from torch.fx's words that a buffer can."""
+
+    class Cuts(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.plain[: x.shape[1]]
+
+    with pytest.raises(ModelError, match=r"slice indices .* give the tensor to register_buffer"):
+        trace(Cuts())
+
+
 def test_rows_of_a_buffer() -> None:
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
