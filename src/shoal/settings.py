@@ -178,7 +178,9 @@ def _stage_faults(s: TrainSettings, num_ranks: int) -> list[str]:
             stage_faults(s.stages, s.stages, "gpipe", s.microbatches, s.cuts)
         )
     if s.stages != 1:
-        return stage_faults(s.stages, num_ranks, s.schedule or "", s.microbatches, s.cuts)
+        not_given = "" if s.stages > 1 else SCHEDULES[-1]  # which nobody chose for no stages
+        schedule = s.schedule or not_given
+        return stage_faults(s.stages, num_ranks, schedule, s.microbatches, s.cuts)
     given = {
         "--schedule": s.schedule is not None,
         "--microbatches": s.microbatches != 1,
@@ -206,10 +208,10 @@ def stage_faults(
 ) -> list[str]:
     """Every fault in how a model is cut and scheduled. words: what the user calls these."""
     of_stages, of_schedule, of_microbatches, of_cuts = words
-    if stages < 1:
-        return [f"{told(of_stages, stages)}: must be at least 1."]
     found = []
-    if left := num_ranks % stages:
+    if stages < 1:  # so that nothing can be said of ranks and cuts, but of all else
+        found.append(f"{told(of_stages, stages)}: must be at least 1.")
+    elif left := num_ranks % stages:
         fits = [str(n) for n in (num_ranks - left, num_ranks - left + stages) if n]
         found.append(
             f"{told(of_stages, stages)}: {num_ranks} ranks do not make whole replicas of {stages} "
@@ -218,7 +220,7 @@ def stage_faults(
     found += unknown(of_schedule, schedule, SCHEDULES)
     if microbatches < 1:
         found.append(f"{told(of_microbatches, microbatches)}: must be at least 1.")
-    if cuts is not None and len(cuts) != stages - 1:
+    if cuts is not None and stages >= 1 and len(cuts) != stages - 1:
         found.append(
             f"{of_cuts}: it takes {counted(stages - 1, 'cut')} to make {counted(stages, 'stage')}; "
             f"{len(cuts)} given ({', '.join(cuts) or 'none'})."

@@ -211,6 +211,13 @@ def test_stages_that_cannot_be(values: dict[str, Any], num_ranks: int, expected:
     assert expected in found[0]
 
 
+def test_no_stages_hide_no_other_fault() -> None:
+    settings = TrainSettings(stages=-2, schedule="1f", microbatches=0, cuts=["a"])
+    assert [fault.partition(":")[0] for fault in faults(settings, 2)] == [
+        "--stages -2", "--schedule 1f", "--microbatches 0"
+    ]  # fmt: skip
+
+
 def test_stages_share_a_batch_out_over_replicas_only() -> None:
     settings = TrainSettings(stages=4, schedule="1f1b", batch_size=1, sync="ddp", transport="zmq")
     assert faults(settings, 4) == []
