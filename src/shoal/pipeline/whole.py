@@ -69,6 +69,15 @@ class Whole:
             for rank in self.ranks[1:]:
                 state |= self.link.recv(rank, "state")
         state = names.completed(state)
+        if gone := [name for name in self.shapes if name not in state]:
+            new = [name for name in state if name not in self.shapes]
+            raise ModelError(
+                f"state_dict(): the stages have no {_few(gone)} any more"
+                + (f", but {_few(new)}" if new else "")
+                + ": a module was changed after the pipeline was made, and what it has now does "
+                "not load into the plain model. Undo it first (after torch.nn.utils.prune: "
+                "prune.remove), or change the model before it is given to pipeline()."
+            )
         return {name: state[name] for name in self.shapes}
 
     def spread(
