@@ -46,10 +46,16 @@ class Batches:
 
     @contextmanager
     def explaining(self, x: Tree) -> Iterator[None]:
-        """Faults that come of several inputs where the model takes one."""
+        """Faults that come of several inputs where the model takes one, or of one that is None."""
         try:
             yield
         except ModelError as error:
+            if nones := self._nones_in(x):
+                raise ModelError(
+                    f"{error}\nx: {' and '.join(nones)} is None here, and what comes with every "
+                    "batch is read as a tensor. If it is always None, let it have that as its "
+                    "default in forward(), and leave it out of the batch and of inputs=[...]."
+                ) from None
             if len(self._inputs) > 1 or not isinstance(x, tuple | dict):
                 raise
             (_, name), kind = self._inputs[0], type(x).__name__
@@ -57,6 +63,14 @@ class Batches:
                 f"{error}\nx is a {kind} of {len(x)} here, and all of it is the input {name!r}. If "
                 "these are inputs of forward() that have defaults, name them: inputs=[...]."
             ) from None
+
+    def _nones_in(self, x: Tree) -> list[str]:
+        """Inputs that are None in this batch, as `forward` calls them."""
+        try:
+            named = self._named(x)
+        except ModelError:  # it is not made of the inputs at all
+            return []
+        return [name for value, name in self._inputs if named[value] is None]
 
     def _named(self, x: Tree) -> dict[str, Tree]:
         names = [name for _, name in self._inputs]
