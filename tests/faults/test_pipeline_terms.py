@@ -241,3 +241,33 @@ def test_a_rank_that_ends_a_step_early(start, tmp_path: Path, transport: str, le
     )
     assert run.end(SOON_S) == 1, run.said
     assert re.search(rf"PeerLost: rank {leaver} .* has left, and this rank waited for it", run.said)
+
+
+ONE_ALONE = """
+import sys, torch, torch.nn.functional as F, shoal
+from torch import nn
+
+torch.manual_seed(0)
+net, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.ones(8, 2)
+call, who = sys.argv[1], int(sys.argv[2])
+with shoal.join() as crew:
+    pipe = crew.pipeline(net, stages=2, cuts=["2"], loss=F.mse_loss, optimizer=torch.optim.SGD)
+    pipe.backward(x, x)
+    if crew.rank == who:
+        getattr(pipe, call)(*([net.state_dict()] if call == "load_state_dict" else []))
+    pipe.step(x, x)
+    print("not told", flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "update"])
+def test_who_makes_a_call_alone_is_told_at_once(start, tmp_path: Path, call: str, who: int) -> None:
+    """`if crew.rank == 0: pipe.state_dict()` waited until all waiting was over, five minutes; and
+    after an update of one stage only, training went on."""
+    path = tmp_path / "script.py"
+    path.write_text(ONE_ALONE)
+    run = start(*SHOAL, "run", "--workers", "2", "--threads", "1", str(path), call, str(who))
+    assert run.end(SOON_S) == 1, run.said
+    assert "not told" not in run.out
+    assert re.search(r"rank 1 does \S+ \(call .*; rank 0 does \S+ \(call ", run.said), run.said

@@ -36,13 +36,16 @@ class Calls:
         """What tells the messages of this call from those of others."""
         return self._number % NUM_TURNS
 
-    def announce(self, what: str, samples: int, *, is_training: bool) -> None:
-        """In stage 0: a call begins, with a batch of so many samples."""
+    def announce(self, what: str, samples: int, *, is_training: bool | None) -> None:
+        """In stage 0: a call begins, with a batch of so many samples.
+
+        is_training: None where it does not matter.
+        """
         self._begin()
         for rank in self._ranks[1:]:
             self._link.isend([what, self._number, samples, is_training], rank, "begin")
 
-    def hear(self, what: str, *, is_training: bool) -> int:
+    def hear(self, what: str, *, is_training: bool | None) -> int:
         """In all others: the samples of the batch with which this call begins."""
         self._begin()
         with together(what):
@@ -55,6 +58,17 @@ class Calls:
                 f"{_told(announced)}. Every rank must make the same calls of the pipeline."
             )
         return samples
+
+    def begin(self, what: str) -> None:
+        """In all: a call that has no batch. Who makes another one hears so at once."""
+        if self._link.rank == self._ranks[0]:
+            self.announce(what, 0, is_training=None)
+        else:
+            self.hear(what, is_training=None)
+
+    def count(self) -> None:
+        """In all: a call without messages. Who leaves it out hears so in the next one."""
+        self._begin()
 
     def _begin(self) -> None:
         self.check()
@@ -123,4 +137,5 @@ def together(what: str) -> Iterator[None]:
 
 def _told(announced: Sequence[Any]) -> str:
     what, number, _, is_training = announced
-    return f"{what} (call {number}, {'train' if is_training else 'eval'} mode)"
+    mode = "" if is_training is None else f", {'train' if is_training else 'eval'} mode"
+    return f"{what} (call {number}{mode})"

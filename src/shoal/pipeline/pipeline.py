@@ -358,7 +358,7 @@ class Pipeline:
                 f"update(): {type(optimizer).__name__} computes the loss again within its step, "
                 "which needs the batch. Use pipe.step(x, y)."
             )
-        self._calls.check()
+        self._calls.count()
         with self.timeline.span("update"), self._calls.to_its_end():
             self._agree_and_clip()
             optimizer.step()
@@ -466,13 +466,17 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole, on rank 0, as a plain model's, and a copy; empty on the others."""
-        self._calls.check()
-        return self._whole.gather({**self.module.state_dict(), **self._stray}, self._names)
+        self._calls.check()  # which those with no part in it do not otherwise
+        mine = self.module.state_dict()
+        if self.replica == 0:  # which has rank 0
+            self._calls.begin("state_dict()")
+        return self._whole.gather({**mine, **self._stray}, self._names)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """A whole state, and nothing else, on rank 0; the others may give None."""
-        self._calls.check()
-        self._whole.spread(state, self.module, self._stray, self._names)
+        module = self.module
+        self._calls.begin("load_state_dict()")
+        self._whole.spread(state, module, self._stray, self._names)
 
     def close(self) -> None:
         self._averages.close()
