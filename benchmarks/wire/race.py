@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--shape", default="128,128,3,3")
     parser.add_argument("--trips", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", help="contestants, by name, with commas between them")
+    parser.add_argument("--only", action="append", help="a contestant; may be given again")
     args = parser.parse_args()
     shape = [int(extent) for extent in args.shape.split(",")]
 
@@ -153,7 +153,7 @@ def main() -> None:
         }
 
         if args.only:
-            contestants = {name: contestants[name] for name in args.only.split(",")}
+            contestants = {name: contestants[name] for name in args.only}
 
         def trip(way: Contestant) -> torch.Tensor:
             if crew.rank == 0:

@@ -85,12 +85,12 @@ class Departures:
         same."""
         self._is_repeated = False
 
-    def begin(self, tree: Tree, tag: str) -> Departure | Loan | None:
+    def begin(self, tree: Tree, tag: str, least_lent_bytes: int) -> Departure | Loan | None:
         """A message. None: no memory of `tree` is needed any more."""
         head, buffers = self._packer.pack(tree, tag, self._num_messages)
         if (
             self._loans.borrows
-            and is_worth_lending(buffers)
+            and is_worth_lending(buffers, least_lent_bytes)
             and (loan := self._lend(head, buffers))
         ):
             return loan
