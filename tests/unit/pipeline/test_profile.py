@@ -353,7 +353,7 @@ def test_the_fastest_of_all_passes_counts(monkeypatch: pytest.MonkeyPatch) -> No
         took = next(seconds)
         return torch.ones(3, WIDTH), Unit(name, took, 2 * took, took / 2)
 
-    monkeypatch.setattr("shoal.pipeline.profile._timed", timed)
+    monkeypatch.setattr("shoal.pipeline.profile.timed", timed)
     graph = read(nn.Sequential(square(), square()))
     units, _ = profile(graph, {graph.inputs[0]: torch.randn(3, WIDTH)})
     assert [unit.forward_s for unit in units] == [1.0, 2.0]
