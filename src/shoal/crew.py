@@ -7,6 +7,7 @@ met at. A crew of one owns neither and does everything at once.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import socket
 import threading
@@ -72,6 +73,7 @@ class Crew:
         """Whether collectives take tensors of GPUs; otherwise those are staged through the host."""
         self._board = Board(store, way.rank, way.size) if store is not None else None
         self._resources = resources
+        self._process = os.getpid()
         self._open = True
 
     @classmethod
@@ -229,7 +231,7 @@ class Crew:
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave together; or, after an error, alone and at once, telling the others why."""
-        if not self._open:
+        if not self._open or self._is_inherited:
             return
         self._open = False
         with self._resources:
@@ -242,6 +244,11 @@ class Crew:
             if lost_peer(error) is None:
                 self._say_goodbye(error)
             close_store(self._way)
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process was forked from the rank: it is none, and leaves nobody."""
+        return os.getpid() != self._process
 
     def _gather(self) -> BaseException | None:
         """Wait for all others, so as to leave with them; or why to leave alone."""

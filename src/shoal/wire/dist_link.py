@@ -38,7 +38,6 @@ from shoal.wire.inbox import ReceiveJob
 from shoal.wire.lending import Seals
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.loans import LEAST_BYTES, Loan
-from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
 BEAT_S = 1.0
@@ -139,7 +138,7 @@ class DistLink(Link):
         return self._peers[rank].loans.borrows
 
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
-        check_way(to, tag, self.rank, self.size)
+        self._check(to, tag)
         peer = self._peers[to]
         with peer.departures.lock:
             if not self._is_open:
@@ -205,6 +204,7 @@ class DistLink(Link):
         Whoever receives does not come back before something comes, be it a sign of life. So it must
         have more time than it takes to find that none will, and leaves what takes long to a thread.
         """
+        self._check_process()
         peer, deadline = self._peers[job.peer], time.monotonic() + limit_s
         while not job.is_over:
             left_s = deadline - time.monotonic()
@@ -345,6 +345,7 @@ class DistLink(Link):
     # -- waiting, and peers that go ----------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        self._check_process()
         if condition():
             return True
         if limit_s > 0:
@@ -395,7 +396,7 @@ class DistLink(Link):
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Say goodbye, behind all that was sent before, and give it time to get there."""
-        if not self._is_open:
+        if not self._is_open or self.is_inherited:
             return
         self._is_open = False
         super().close(farewell_s, reason)

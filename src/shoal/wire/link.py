@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -55,6 +56,7 @@ class Link(Closing):
         self.timeout_s = timeout_s
         """How long a wait lasts at most, where it is not told otherwise."""
         self._inbox = Inbox(timeout_s)
+        self._process = os.getpid()
         keep_memory()
 
     def send(self, tree: Tree, to: int, tag: str = "", timeout_s: float | None = None) -> None:
@@ -94,10 +96,29 @@ class Link(Closing):
         return job
 
     def _ask(self, source: int, tag: str, into: Tree) -> ReceiveJob:
-        check_way(source, tag, self.rank, self.size)
+        self._check(source, tag)
         if into is not None:
             check_places(into)
         return self._inbox.expect(source, tag, into)
+
+    def _check(self, other: int, tag: str) -> None:
+        """Before anything of a message to or from another rank is done."""
+        self._check_process()
+        check_way(other, tag, self.rank, self.size)
+
+    def _check_process(self) -> None:
+        if self.is_inherited:
+            raise WireError(
+                f"this link of rank {self.rank} belongs to process {self._process}, and this is "
+                f"process {os.getpid()}, which was forked from it: it has none of its threads, and "
+                "what it says on the same connections would break them. Let the parent send and "
+                "receive."
+            )
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that opened the link."""
+        return os.getpid() != self._process
 
     def align(self) -> None:
         """From now on tensors that come lie where torch puts its own, if need be by a copy.

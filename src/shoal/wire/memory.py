@@ -10,7 +10,6 @@ from shoal.wire import front
 from shoal.wire.header import DEFAULT_LIMIT_BYTES
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.slots import view_of
-from shoal.wire.terms import check_way
 from shoal.wire.tree import Tree
 
 
@@ -33,7 +32,7 @@ class MemoryLink(Link):
         return links
 
     def isend(self, tree: Tree, to: int, tag: str = "", *, lend: bool = False) -> Job:
-        check_way(to, tag, self.rank, self.size)
+        self._check(to, tag)
         if not self._open:
             raise WireError("the link was closed")
         peer = self._links[to]
@@ -51,7 +50,7 @@ class MemoryLink(Link):
         return DONE
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
-        if self._open:
+        if self._open and not self.is_inherited:
             self._open = False
             super().close(farewell_s, reason)
             for peer in self._links:

@@ -35,7 +35,7 @@ from shoal.wire.inbox import ReceiveJob
 from shoal.wire.lending import Seals, is_readable
 from shoal.wire.link import DONE, FAREWELL_S, Job, Link, has_left
 from shoal.wire.loans import LEAST_BYTES, Loans, is_worth_lending
-from shoal.wire.terms import check_seconds, check_way
+from shoal.wire.terms import check_seconds
 from shoal.wire.tree import Tree
 from shoal.wire.zmq_gate import Gate, Guest, Keys
 from shoal.wire.zmq_jobs import SendJob, ZmqLendJob
@@ -233,7 +233,7 @@ class ZmqLink(Link):
         return self._send(tree, to, tag, LEAST_BYTES if lend else None)
 
     def _send(self, tree: Tree, to: int, tag: str, least_lent_bytes: int | None) -> Job:
-        check_way(to, tag, self.rank, self.size)
+        self._check(to, tag)
         peer = self._peers[to]
         if peer.torn:
             self._tear_off(peer)
@@ -292,6 +292,7 @@ class ZmqLink(Link):
     # -- receiving ---------------------------------------------------------------------------------
 
     def _pump_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        self._check_process()
         begun = time.monotonic()
         left = limit_s
         while not condition():
@@ -436,6 +437,8 @@ class ZmqLink(Link):
 
     def close(self, farewell_s: float = FAREWELL_S, reason: str = "") -> None:
         """Say goodbye, behind all that was sent before, and give it time to get there."""
+        if self.is_inherited:
+            return
         self._is_open = False
         with self._pumping:
             if self._is_closed:
