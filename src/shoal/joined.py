@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from shoal.crew import Crew
 from shoal.errors import EXIT_FAILED, PeerLost, PeerSilent, SettingsError, lost_peer
 from shoal.pipeline.build import Model
+from shoal.pipeline.holding import Holding
 from shoal.pipeline.losses import Loss as PipelineLoss
 from shoal.pipeline.pipeline import Pipeline
 from shoal.pipeline.plan import Plan, plan_faults
@@ -116,8 +117,8 @@ class JoinedCrew(Crew):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._links: list[Link] = []
-        self._of_pipelines: dict[Link, Callable[[], JoinedPipeline | None]] = {}
-        """Links that were made for one each, with who uses it."""
+        self._holdings: list[Holding] = []
+        """Of pipelines."""
 
     def replicate(
         self,
@@ -264,33 +265,35 @@ class JoinedCrew(Crew):
             warnings.warn(note, stacklevel=2)
         self._close_unused()
         averages = stage_averages(self, plan.stages, sync)
-        if averages is not None:  # not the pipeline: who lets go of it gets its memory back
-            self._resources.callback(averages.close)
-        if link is not None:
-            return JoinedPipeline(model, self, link, plan, example=example, averages=averages)
-        own = self.link(transport)
-        self._of_pipelines[own] = lambda: None  # nobody's, if what follows fails
-        pipe = JoinedPipeline(model, self, own, plan, example=example, averages=averages)
-        pipe.own(own)
-        self._of_pipelines[own] = weakref.ref(pipe)
+        own = self.link(transport) if link is None else None
+        # Not the pipeline: who lets go of it gets its memory back.
+        holding = Holding(own, averages)
+        self._holdings.append(holding)
+        over = own or link
+        assert over is not None
+        pipe = JoinedPipeline(model, self, over, plan, example=example, averages=averages)
+        pipe.holds(holding)
         return pipe
 
     def _close_unused(self) -> None:
-        """Links that were made for pipelines which nobody holds any more.
+        """What was made for pipelines which nobody holds any more.
 
         Here, and not when they are let go of: saying goodbye takes a moment, and must not come in
         the midst of something else.
         """
-        for link in [link for link, pipe in self._of_pipelines.items() if pipe() is None]:
-            link.close()
-            self._links.remove(link)
-            del self._of_pipelines[link]
+        for holding in [each for each in self._holdings if each.is_unused]:
+            holding.give_back()
+            self._holdings.remove(holding)
+            if holding.link is not None:
+                self._links.remove(holding.link)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave together; or, after an error, alone and at once, telling the others why.
 
         Alone also where a rank was lost and the script went on without it.
         """
+        if self._is_inherited:
+            return
         if error is not None:
             self._close_links(error)
         try:
@@ -299,6 +302,8 @@ class JoinedCrew(Crew):
             error = lost
             raise
         finally:
+            for holding in self._holdings:
+                holding.close()
             if lost_peer(error) is not None:
                 atexit.register(_blame_others, self.rank, self.roster[self.rank].host)
 
@@ -307,8 +312,9 @@ class JoinedCrew(Crew):
         if lost is None:
             # Nothing of theirs is under way between two calls. Who is still in one hears at once
             # that it waits for a rank at the end of its script.
-            for link in self._of_pipelines:
-                link.close()
+            for holding in self._holdings:
+                if holding.link is not None:
+                    holding.link.close()
             try:
                 return super()._gather()
             except PeerLost:
@@ -319,6 +325,10 @@ class JoinedCrew(Crew):
                 log.warning("%s. Leaving without it", lost)
         self._close_links(lost)
         return lost
+
+    def _who_is_lost(self, doing: str, error: RuntimeError) -> PeerLost:
+        """A link may know it already; and those whom it has lost are not to be asked again."""
+        return self._silence() or super()._who_is_lost(doing, error)
 
     def _silence(self, limit_s: float = 0.0) -> PeerSilent | None:
         """Of a rank that will never answer again, if one is found so soon."""
@@ -343,19 +353,19 @@ def _close(link: weakref.ref[Link]) -> None:
 class JoinedPipeline(Pipeline):
     """A pipeline as a script sees it."""
 
-    _own_link: Link | None = None
-    """Made for it alone."""
+    _holding: Holding | None = None
 
-    def own(self, link: Link) -> None:
-        """This link was made for it alone, and ends with it."""
-        self._own_link = link
-        self._calls.is_links_end = True
+    def holds(self, holding: Holding) -> None:
+        """What was made for it alone, and ends with it."""
+        self._holding = holding
+        holding.is_of(self)
+        self._calls.is_links_end = holding.link is not None
 
     def close(self) -> None:
         """It cannot be used again; what it holds of the network is given back."""
         super().close()
-        if self._own_link is not None:
-            self._own_link.close()
+        if self._holding is not None:
+            self._holding.give_back()
 
     def loader(
         self,

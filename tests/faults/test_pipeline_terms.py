@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import SHOAL
+from processes import SHOAL, Ranks
+from warm import Nursery
 
 SOON_S = 60.0
 
@@ -240,7 +241,9 @@ def test_a_rank_that_ends_a_step_early(start, tmp_path: Path, transport: str, le
         *SHOAL, "run", "--workers", "2", "--threads", "1", str(path), transport, str(leaver)
     )
     assert run.end(SOON_S) == 1, run.said
-    assert re.search(rf"PeerLost: rank {leaver} .* has left, and this rank waited for it", run.said)
+    assert re.search(
+        rf"OutOfStep: rank {leaver} .* has left, and this rank waited for it", run.said
+    )
 
 
 ONE_ALONE = """
@@ -254,14 +257,15 @@ with shoal.join() as crew:
     pipe = crew.pipeline(net, stages=2, cuts=["2"], loss=F.mse_loss, optimizer=torch.optim.SGD)
     pipe.backward(x, x)
     if crew.rank == who:
-        getattr(pipe, call)(*([net.state_dict()] if call == "load_state_dict" else []))
+        with_what = {"load_state_dict": [net.state_dict()], "clip_grad_norm_": [1.0]}
+        getattr(pipe, call)(*with_what.get(call, []))
     pipe.step(x, x)
     print("not told", flush=True)
 """
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "update"])
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "update", "clip_grad_norm_"])
 def test_who_makes_a_call_alone_is_told_at_once(start, tmp_path: Path, call: str, who: int) -> None:
     """`if crew.rank == 0: pipe.state_dict()` waited until all waiting was over, five minutes; and
     after an update of one stage only, training went on."""
@@ -271,3 +275,52 @@ def test_who_makes_a_call_alone_is_told_at_once(start, tmp_path: Path, call: str
     assert run.end(SOON_S) == 1, run.said
     assert "not told" not in run.out
     assert re.search(r"rank 1 does \S+ \(call .*; rank 0 does \S+ \(call ", run.said), run.said
+
+
+ONE_MORE = """
+import sys, torch, torch.nn.functional as F, shoal
+from torch import nn
+
+net, x = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]), torch.ones(8, 2)
+with shoal.join() as crew:
+    pipe = crew.pipeline(net, cuts=["1", "2"], loss=F.mse_loss, optimizer=torch.optim.SGD)
+    for step in range(4 if crew.rank == int(sys.argv[1]) else 3):
+        pipe.step(x, x)
+"""
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_those_at_the_end_of_the_script_hear_why_another_is_not(
+    nursery: Nursery, tmp_path: Path, who: int
+) -> None:
+    """They were told that it had been killed or was frozen."""
+    path = tmp_path / "script.py"
+    path.write_text(ONE_MORE)
+    ranks = Ranks(nursery, tmp_path, 3, str(path), str(who))
+    ranks.end(limit_s=SOON_S)
+    assert "no sign of life" not in ranks.said
+    told = rf"lost rank {who} .* during a barrier: it ended with OutOfStep: rank \d .* has left"
+    assert len(re.findall(told, ranks.said)) >= 2, ranks.said
+
+
+STANDS_STILL = """
+import signal, time, torch, torch.nn.functional as F, shoal
+from torch import nn
+
+net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(8, 2)
+with shoal.join(timeout_s=3) as crew:
+    pipe = crew.pipeline(net, stages=1, loss=F.mse_loss, optimizer=torch.optim.SGD)
+    pipe.backward(x, x)
+    if crew.rank == 1:
+        signal.pause()
+    pipe.update()
+"""
+
+
+def test_replicas_wait_for_each_other_as_long_as_the_crew_does(start, tmp_path: Path) -> None:
+    """Their groups had the timeout of torch: half an hour."""
+    path = tmp_path / "script.py"
+    path.write_text(STANDS_STILL)
+    run = start(*SHOAL, "run", "--workers", "2", "--threads", "1", str(path))
+    assert run.end(SOON_S) == 1, run.said
+    assert re.search(r"lost rank 1 .* during the averaging of gradients", run.said), run.said

@@ -58,6 +58,7 @@ from shoal.pipeline.meta import materialise
 from shoal.pipeline.micro_batches import shares
 from shoal.pipeline.partition import Costs, stage_bytes
 from shoal.pipeline.profile import profile
+from shoal.pipeline.whole import Whole
 from shoal.settings import SCHEDULES, SYNCS
 from shoal.train.order import sample_order
 from shoal.wire.link import Link
@@ -404,18 +405,18 @@ def case_clipping(crew: shoal.JoinedCrew) -> None:
     """By the norm over all stages: some steps are scaled down, some are not."""
     norms = []
     batches = batches_of_rows([8] * STEPS)
-    real = JoinedPipeline.clip_grad_norm_
+    real = Whole.clip
 
-    def noted(pipe: JoinedPipeline, max_norm: float) -> torch.Tensor:
-        norm = real(pipe, max_norm)
+    def noted(whole: Whole, module: nn.Module, max_norm: float) -> torch.Tensor:
+        norm = real(whole, module, max_norm)
         norms.append(norm.item())
         return norm
 
-    JoinedPipeline.clip_grad_norm_ = noted  # type: ignore[assignment,method-assign]
+    Whole.clip = noted  # type: ignore[method-assign]
     try:
         train_both(crew, fan_out(), batches, clip_norm=0.8, **SGD)
     finally:
-        JoinedPipeline.clip_grad_norm_ = real  # type: ignore[method-assign]
+        Whole.clip = real  # type: ignore[method-assign]
     assert min(norms) < 0.8 < max(norms), f"the case shows nothing: {norms}"
 
 
@@ -910,11 +911,13 @@ def case_a_pipeline_that_nobody_holds_is_freed(crew: shoal.JoinedCrew) -> None:
     assert not any(ref() is not None for ref in held)
 
 
+def num_open() -> int:
+    """Descriptors."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def case_links_of_pipelines_that_nobody_holds_are_closed(crew: shoal.JoinedCrew) -> None:
     """They stayed open until the crew ended: descriptors and threads, at last too many."""
-
-    def num_open() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
 
     def step_once(transport: str) -> None:
         pipe = crew.pipeline(
@@ -1126,6 +1129,37 @@ def case_replicas_have_the_buffers_of_the_first(crew: shoal.JoinedCrew) -> None:
     assert any(everywhere)
     state = together.finish()
     oddities(0.0).load_state_dict(state or oddities(0.0).state_dict(), strict=True)
+
+
+def case_replicas_give_back_their_groups(crew: shoal.JoinedCrew) -> None:
+    """Closed or let go of: each pipeline kept a group, with 5 descriptors and 3 threads."""
+
+    def step_once(sync: str, *, closes: bool) -> None:
+        pipe = crew.pipeline(
+            fan_out(),
+            stages=2,
+            cuts=FAN_OUT_CUTS[2],
+            sync=sync,
+            loss=F.cross_entropy,
+            optimizer=torch.optim.SGD,
+            lr=0.1,
+        )
+        (x, y), *_ = batches_of_rows([8])
+        pipe.step(x, y)
+        if closes:
+            pipe.close()
+        del pipe
+        gc.collect()
+
+    for sync in ("ring", "ddp"):
+        for number in range(3):  # some are opened once for all
+            step_once(sync, closes=number % 2 == 0)
+        before, threads = num_open(), threading.active_count()
+        for number in range(4):
+            step_once(sync, closes=number % 2 == 1)
+        more = num_open() - before, threading.active_count() - threads
+        assert more[0] < 10, f"{sync}: {more}"
+        assert more[1] < 2, f"{sync}: {more}"
 
 
 def case_replicas_accumulate(crew: shoal.JoinedCrew) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from shoal.crew import Crew
-from shoal.errors import ModelError, PeerLost, WireError, reason_of
+from shoal.errors import ModelError, OutOfStep, PeerLost, WireError, reason_of
 from shoal.wire.link import Link
 
 T = TypeVar("T")
@@ -42,13 +42,14 @@ class Calls:
         is_training: None where it does not matter.
         """
         self._begin()
-        for rank in self._ranks[1:]:
-            self._link.isend([what, self._number, samples, is_training], rank, "begin")
+        with together(self._link, what):
+            for rank in self._ranks[1:]:
+                self._link.isend([what, self._number, samples, is_training], rank, "begin")
 
     def hear(self, what: str, *, is_training: bool | None) -> int:
         """In all others: the samples of the batch with which this call begins."""
         self._begin()
-        with together(what):
+        with together(self._link, what):
             announced = self._link.recv(self._ranks[0], "begin")
         samples: int = announced[2]
         expected = [what, self._number, samples, is_training]
@@ -106,7 +107,7 @@ class Calls:
         Nor should anybody wait, also where the script goes on after the error.
         """
         try:
-            with together("the same"):
+            with together(self._link, "the same"):
                 yield
         except BaseException as error:
             if self._link.size > 1:
@@ -117,19 +118,21 @@ class Calls:
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def together(link: Link, what: str) -> Iterator[None]:
     """What is done meanwhile is done by every rank, or one waits in vain."""
     try:
         yield
     except PeerLost as error:
         if not str(error).endswith("has left"):
             raise
-        raise PeerLost(
+        raise OutOfStep(
             f"{error}, and this rank waited for it in a call of the pipeline: every rank must make "
             "the same calls"
         ) from None
     except WireError as error:
-        raise WireError(
+        if silence := link.silence():  # whom the one that we wait for waits for itself
+            raise silence from None
+        raise OutOfStep(
             f"{error}. Has every rank called {what} of the pipeline? All of them must, also those "
             "that have no use for what it gives."
         ) from None

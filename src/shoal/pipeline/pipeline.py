@@ -312,7 +312,7 @@ class Pipeline:
         finally:
             self.stage.forget()
         self._is_accumulating = True
-        with self.timeline.span("wait"):
+        with self.timeline.span("wait"), together(self._link, "step"):
             return self._loss.hear(self._num_steps)
 
     def _loss_of_parts(self, y: Tree, parts: Sequence[Share], weight: float) -> Finish:
@@ -377,7 +377,7 @@ class Pipeline:
     def _agree_and_clip(self) -> None:
         self._averages.average(self.module)
         if self.plan.clip_norm is not None:
-            self.clip_grad_norm_(self.plan.clip_norm)
+            self._whole.clip(self.module, self.plan.clip_norm)
 
     def _own_chance(self) -> AbstractContextManager[None]:
         return nullcontext() if self._chance is None else self._chance.own()
@@ -448,7 +448,7 @@ class Pipeline:
         with torch.no_grad(), self._calls.to_its_end():
             self._run(self._schedule("", len(parts)), inputs, finish)
         if not self.is_last:
-            with together("pipe(x)"):
+            with together(self._link, "pipe(x)"):
                 return self._link.recv(self._ranks[-1], "output") if everywhere else None
         output = micro_batches.join(outputs, parts)
         if everywhere:
@@ -461,7 +461,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of all stages so that together they have at most this norm."""
-        self._calls.check()
+        self._calls.begin("clip_grad_norm_()")
         return self._whole.clip(self.module, max_norm)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -20,6 +20,9 @@ class Averages(Protocol):
 
     def close(self) -> None: ...
 
+    def leave(self) -> None:
+        """As close(), and give back the connections, too, while the crew goes on."""
+
 
 class Alone:
     """There is one replica."""
@@ -34,3 +37,6 @@ class Alone:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def leave(self) -> None:
+        """Nothing, either."""

@@ -65,7 +65,7 @@ class Whole:
             self.link.send(mine, 0, "state")
             return {}
         state = {name: tensor.clone() for name, tensor in mine.items()}
-        with together("state_dict()"):
+        with together(self.link, "state_dict()"):
             for rank in self.ranks[1:]:
                 state |= self.link.recv(rank, "state")
         state = names.completed(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def stage_averages(
     mine = None
     for stage in range(num_stages):  # torch wants every rank to take part in making each group
         ranks = layout.ranks_of_stage(stage)
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timedelta(seconds=crew.timeout_s))
         if stage == layout.stage_of(crew.rank):
             mine = ranks, group
     assert mine is not None
@@ -55,6 +56,8 @@ class StageAverages(ABC):
     def __init__(self, crew: Crew, peers: Peers) -> None:
         self._crew = crew
         self._peers = peers
+        self._is_under_way = False
+        """Or was left in the midst of it."""
 
     @property
     @abstractmethod
@@ -69,6 +72,7 @@ class StageAverages(ABC):
     def average(self, module: nn.Module) -> None:
         """Gradients become their means; buffers those of the first replica."""
         parameters = [p for p in module.parameters() if p.requires_grad]
+        self._is_under_way = True
         with self._crew.naming_the_lost("the averaging of gradients"):
             rows = [(p, self._rows_anywhere(p)) for p in _sparse(module) if p.requires_grad]
             for parameter in parameters:
@@ -81,6 +85,7 @@ class StageAverages(ABC):
             if module.training:
                 for group in by_dtype(module.buffers()):
                     self._copy_from_first(group)
+        self._is_under_way = False
 
     @abstractmethod
     def _average(self, parameters: list[nn.Parameter]) -> None: ...
@@ -100,7 +105,17 @@ class StageAverages(ABC):
             tensor.copy_(part.view(tensor.shape))
 
     def close(self) -> None:  # noqa: B027 (a choice: not every way holds something)
-        """Give back what is held."""
+        """Give back what is held by this rank alone."""
+
+    def leave(self) -> None:
+        """Give back the connections, too, while the crew goes on.
+
+        Not after an error in the midst of averaging: gloo would wait for what is under way.
+        """
+        self.close()
+        if not self._is_under_way and dist.is_initialized():
+            dist.destroy_process_group(self._peers.group)
+        self._is_under_way = True  # so that it is done once
 
 
 def _sparse(module: nn.Module) -> list[nn.Parameter]:
@@ -177,6 +192,10 @@ class DdpAverages(StageAverages):
             self._ddp(gradients).backward()
         n = self._peers.size
         self._bytes_sent += 2 * (n - 1) * sum(p.nbytes for p in parameters) // n  # gloo's ring
+
+    def leave(self) -> None:
+        self._ddp = None  # which has the group
+        super().leave()
 
 
 class _Products(nn.Module):
