@@ -24,7 +24,6 @@ from shoal.pipeline.kept import Kept
 from shoal.pipeline.nodes import changes_in_place, inside, is_of_the_users, line_of
 from shoal.pipeline.tracer import Tracer, changes
 from shoal.pipeline.unseen import (
-    LeftOver,
     Line,
     Reading,
     Unseen,
@@ -117,7 +116,7 @@ def _read_twice(
                 tracer = Tracer(model, whole)
                 try:
                     graph = tracer.read(model, fixed)
-                except LeftOver:
+                except ModelError:
                     raise
                 except Exception as error:
                     if tracer.failed and tracer.failed not in whole:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
+from shoal.errors import ModelError
 from shoal.pipeline.dice import Dice
 from shoal.pipeline.fixed import FixedValues
 from shoal.pipeline.kept import Kept
@@ -117,6 +118,8 @@ class Tracer(fx.Tracer):
                 "computes gradients itself (torch.autograd.grad), which would end where its stage "
                 "begins"
             )
+        if getattr(args[0], "__module__", "").startswith("torch.distributed"):
+            raise _talks_to_ranks(args[0].__name__)
         if kind.startswith("call_"):
             self._check_around()
         node = super().create_node(kind, *args, **kwargs)
@@ -209,6 +212,16 @@ class Tracer(fx.Tracer):
         self.failed = self.failed or (self._open[-1] if self._open else "")
         self._first = self._first or error
         raise self._first
+
+
+def _talks_to_ranks(name: str) -> ModelError:
+    """Not to be kept whole: it would wait for ranks that are elsewhere."""
+    line = users_line(traceback.walk_stack(sys._getframe(1)))
+    return ModelError(
+        f"a forward() calls torch.distributed.{name}, which waits for another rank. Stages pass on "
+        "by themselves what later ones need: write the model as for one process, without it."
+        + (f"\n  {line}" if line else "")
+    )
 
 
 def changes(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -557,3 +558,19 @@ def test_what_is_wrong_with_what_forward_gives_is_told_with_its_line() -> None:
     assert "'generator'" in fault
     assert ": def forward(self, x: Tensor) -> Iterator[Tensor]:" in fault
     assert WAYS_OUT in fault
+
+
+class Talks(nn.Module):
+    """As a model that was parted by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dist.send(x, 1)
+        return x.relu()
+
+
+@pytest.mark.parametrize("model", [Talks(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Talks())])
+def test_a_forward_that_talks_to_other_ranks_itself(model: nn.Module) -> None:
+    """It was read without a word, and then waited for a rank that was not there to answer."""
+    fault = fault_of(model)
+    assert "calls torch.distributed.send, which waits for another rank" in fault
+    assert ": dist.send(x, 1)" in fault
