@@ -1304,6 +1304,19 @@ def several_names(crew: shoal.JoinedCrew, name: str) -> None:
     assert all(not tensor.any() for tensor in together.pipe.state_dict().values())
 
 
+def case_a_forward_that_checks(crew: shoal.JoinedCrew) -> None:
+    """On both sides of the cut."""
+    torch.manual_seed(SEED)
+    model = pipeline_oddities.Careful()
+    alone = copy.deepcopy(model)
+    options = {"schedule": "sequential", "loss": F.mse_loss}
+    together = Together(crew, model, {2: ["second"]}, stages=2, **options)
+    batches = rows_and_targets()
+    state = together.run(batches)
+    train_alone(alone, batches, F.mse_loss)
+    same(state, alone)
+
+
 def case_a_train_of_the_users_own(crew: shoal.JoinedCrew) -> None:
     torch.manual_seed(SEED)
     model = pipeline_oddities.FrozenNorm()

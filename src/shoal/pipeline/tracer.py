@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import traceback
 from collections import Counter
@@ -12,9 +13,11 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
+from shoal.pipeline.checks import check_in, needed
 from shoal.pipeline.dice import Dice
 from shoal.pipeline.fixed import FixedValues
 from shoal.pipeline.kept import Kept
+from shoal.pipeline.makers import watching_makers
 from shoal.pipeline.nodes import INSIDE, LINE
 from shoal.pipeline.reach import around, reachable
 from shoal.pipeline.unseen import (
@@ -67,6 +70,7 @@ class Tracer(fx.Tracer):
         with (
             watching_attributes(self._check_attribute),
             watching_reads(self._note_read),
+            watching_makers(),
             WatchingWrites(self._check_write, self._check_question, self._check_draw),
         ):
             try:
@@ -197,6 +201,11 @@ class Tracer(fx.Tracer):
         self._stop(Unseen(what))
 
     def to_bool(self, obj: fx.Proxy) -> bool:
+        if is_users(frame := sys._getframe(2)) and (answer := needed(frame)) is not None:
+            holds = obj if answer else self.create_proxy("call_function", operator.not_, (obj,), {})
+            text = f"{type(self.root).__name__}.forward refuses this batch: {check_in(frame)}"
+            self.create_proxy("call_function", torch._assert, (holds, text), {})
+            return answer
         try:
             return bool(super().to_bool(obj))
         except fx.proxy.TraceError as error:
