@@ -24,7 +24,7 @@ from shoal.errors import ModelError
 from shoal.pipeline.borders import Borders
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.keeping import as_it_was
-from shoal.pipeline.losses import Loss, loss_of_part
+from shoal.pipeline.losses import Loss, difference_of_parts, loss_of_part, name_of
 from shoal.pipeline.meta import is_on_meta, materialise
 from shoal.pipeline.plan import Plan
 from shoal.pipeline.routes import Routes
@@ -57,6 +57,13 @@ MADE_BYTES = 64 * 2**20
 """Of weights: up to so many are made on one rank, of a model that nobody has whole."""
 
 log = logging.getLogger("shoal.pipeline")
+
+_UNEVEN = """\
+loss=%s: is %s, weighed by their samples: with several micro-batches another model is trained than \
+by one process. Does it count some samples or targets more than others (padding, weights of \
+classes), or pairs of samples? Ways out: functional.cross_entropy or nll_loss, as it is or with \
+functools.partial, whose way to count is known; reduction="sum", with pipe.backward(x, y, \
+weight=1 / count) and pipe.update(); or schedule="sequential"."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,23 @@ class Comparison:
                     if self._is_done(few_samples, goes_back=model.training and mode is not False):
                         break
 
+        if count > 1 and self.plan.microbatches > 1 and self.plan.schedule != "sequential":
+            self._compare_losses(samples.first(FEW), mode)
+
+    def _compare_losses(self, samples: Samples, mode: bool | None) -> None:
+        """Tells of a loss that is another one of micro-batches, which nobody else would."""
+        assert self.graph is not None
+        model, loss = self.graph.model, samples.loss
+        if loss is None or samples.target is None:
+            return
+        # What fails here fails in the first step, and is told there.
+        with as_it_was(model, loss), suppress(Exception), torch.no_grad():
+            if mode is not None:
+                model.train(mode)
+            output = model(**self.graph.given(_copied(samples.inputs)))
+            if found := difference_of_parts(loss, output, samples.target, samples.reduction):
+                log.warning(_UNEVEN, name_of(loss), found)
+
     def _fill_caches(self, samples: Samples, is_training: bool | None) -> None:
         """Those that nobody can put back, as functools.lru_cache has: with what the first call of
         the model would put there, while its weights are still the ones that it came with."""
@@ -221,13 +245,9 @@ def _told(model: nn.Module, faults: Sequence[str]) -> str:
 def _outcome(graph: Graph, samples: Samples, goes_back: bool) -> Outcome:
     """Of the model itself."""
     model = graph.model
-    given = {
-        name: samples.inputs[value]
-        for value, name in zip(graph.inputs, graph.input_names, strict=True)
-    }
     with as_it_was(model, samples.loss), torch.set_grad_enabled(goes_back):
         _forget_gradients(model)
-        output = model(**_copied(given))
+        output = model(**graph.given(_copied(samples.inputs)))
         loss = samples.loss_of(output) if goes_back else None
         if loss is not None:
             loss.backward()

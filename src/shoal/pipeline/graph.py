@@ -22,6 +22,7 @@ from shoal.pipeline.trace import keep_whole, trace
 from shoal.pipeline.unseen import memory_of
 from shoal.pipeline.views import VIEWS, memory_roots
 from shoal.settings import counted
+from shoal.wire.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Graph:
     """Modules that train() or eval() of the model does not put into its own mode."""
     values: FixedValues = field(default_factory=FixedValues)
     """Plain values that the steps were read with."""
+
+    def given(self, inputs: dict[str, Tree]) -> dict[str, Tree]:
+        """The inputs of a batch, which are known by value, by the names that forward() has."""
+        return {
+            name: inputs[value] for value, name in zip(self.inputs, self.input_names, strict=True)
+        }
 
     def nodes(self) -> list[fx.Node]:
         """Of the units."""

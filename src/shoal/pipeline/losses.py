@@ -16,12 +16,15 @@ from torch.nn import functional
 
 from shoal.errors import ModelError
 from shoal.layout import Share
+from shoal.pipeline.micro_batches import num_samples, split
 from shoal.settings import kind_of
 from shoal.wire.tree import Tree
 
 IGNORED = -100
 """The target that torch's own losses ignore, unless told otherwise."""
 REDUCTIONS = ("mean", "sum")
+ROUNDING = 50
+"""How many of the smallest steps of its dtype a loss may be off."""
 
 Loss = Callable[[Any, Any], torch.Tensor] | nn.Module
 
@@ -30,7 +33,7 @@ def loss_faults(loss: Any, reduction: str) -> list[str]:
     """What a loss that is a module says of itself, and would go wrong without a word."""
     if not isinstance(loss, nn.Module | functools.partial):
         return []
-    kind = getattr(_base(loss), "__name__", type(loss).__name__)
+    kind = name_of(loss)
     found = []
     own = loss.named_parameters() if isinstance(loss, nn.Module) else []
     if names := [name for name, p in own if p.requires_grad]:
@@ -58,6 +61,10 @@ def part_weights(
         if total := sum(counts):  # else it is nan, as in one process
             return [count / total for count in counts]
     return [part.size / part.total for part in parts]
+
+
+def name_of(loss: Any) -> str:
+    return str(getattr(_base(loss), "__name__", type(loss).__name__))
 
 
 def _base(loss: Any) -> Any:
@@ -110,3 +117,18 @@ def loss_of_part(
         f"loss=: gave {what}; it must give one number, the {reduction} over the samples that it "
         f"was given (reduction={reduction!r})."
     )
+
+
+def difference_of_parts(loss: Loss, output: Any, target: Any, reduction: str) -> str:
+    """What a loss says of a batch, and what of two micro-batches put together, if not the same."""
+    total = num_samples(output, "the output")
+    parts = [Share(0, 1, total), Share(1, total, total)]
+    outputs, targets = split(output, parts), split(target, parts)
+    weights = part_weights(loss, targets, parts, reduction)
+    whole, again = (loss_of_part(loss, output, target, 1.0, reduction) for _ in range(2))
+    pieces = zip(outputs, targets, weights, strict=True)
+    together = sum(w * float(loss_of_part(loss, o, t, w, reduction)) for o, t, w in pieces)
+    slack = ROUNDING * torch.finfo(whole.dtype).eps * abs(float(whole))
+    if not torch.equal(whole, again) or abs(float(whole) - together) <= slack:
+        return ""
+    return f"{float(whole):.7g} of {total} samples, and {together:.7g} of the same in micro-batches"

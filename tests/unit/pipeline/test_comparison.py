@@ -712,3 +712,43 @@ def test_a_large_model_on_meta_is_not_made(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(comparison, "MADE_BYTES", 100)
     graph = read(as_module(ByDict))
     assert Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True) is None
+
+
+# -- losses of micro-batches -----------------------------------------------------------------------
+
+
+def _by_pairs(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+LOSSES: dict[str, tuple[Any, str, bool]] = {
+    "a function around cross_entropy": (lambda o, y: F.cross_entropy(o, y), "mean", True),
+    "pairs of samples": (_by_pairs, "mean", True),
+    "a mean that is to be a sum": (lambda o, y: o.square().mean(), "sum", True),
+    "cross_entropy": (F.cross_entropy, "mean", False),
+    "cross_entropy with options": (functools.partial(F.cross_entropy, ignore_index=2), "mean", 0),
+    "a mean over samples": (lambda o, y: (o.mean(1) - y).square().mean(), "mean", False),
+    "a sum": (lambda o, y: F.cross_entropy(o, y, reduction="sum"), "sum", False),
+    "one that is drawn": (lambda o, y: o.mean() * torch.rand(()), "mean", False),
+    "one that fails with one sample": (lambda o, y: o[1].mean(), "mean", False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_loss_that_is_another_one_of_micro_batches_is_told(
+    name: str, microbatches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss, reduction, is_told = LOSSES[name]
+    model = nn.Sequential(square(), nn.BatchNorm1d(WIDTH), square())
+    before = copy.deepcopy(model.state_dict())
+    graph = read(model)
+    plan = Plan(stages=2, loss=loss, reduction=reduction, microbatches=microbatches)
+    made = Comparison.of(graph, route(graph, [1]), plan, is_here=True)
+    assert made is not None
+    with caplog.at_level(logging.WARNING):
+        made.check({graph.inputs[0]: rows()}, torch.tensor([1, -100, 2, 4] * 2), None)
+    assert ("with several micro-batches another model" in caplog.text) == (
+        is_told and microbatches > 1
+    )
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
