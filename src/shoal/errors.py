@@ -9,7 +9,7 @@ ShoalError
  ├── ModelError        a model cannot be cut into stages; every fault at once
  ├── SyncError         replicas cannot be kept equal (they differ, or a sync was misused)
  ├── WireError         a message cannot be sent, or what came is not a message
- │    └── OutOfStep    ranks make different calls: nobody is lost, and each waits for others
+ │    └── OutOfStepError    ranks make different calls: nobody is lost, and each waits for others
  ├── PeerLost          another rank died, froze or left
  │    └── PeerSilent   ... and will never answer: killed, frozen or cut off
  ├── WorkerError       something went wrong on a worker, which is still there
@@ -86,7 +86,7 @@ class WireError(ShoalError):
     """A message cannot be sent, or what came is not a message."""
 
 
-class OutOfStep(WireError):
+class OutOfStepError(WireError):
     """Ranks make different calls of what all must call alike. A cause, not a consequence."""
 
 
@@ -120,7 +120,7 @@ def lost_peer(error: BaseException | None) -> PeerLost | None:
     handled."""
     passed: set[int] = set()
     while error is not None and id(error) not in passed:  # an error can be raised from itself
-        if isinstance(error, OutOfStep):
+        if isinstance(error, OutOfStepError):
             return None
         if isinstance(error, PeerLost):
             return error

@@ -274,9 +274,13 @@ def unknown(option: str, value: str, known: Iterable[str]) -> list[str]:
     known = list(known)
     if value in known:
         return []
-    near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return [f"{told(option, value)}: unknown.{hint} Known: {', '.join(known)}."]
+    return [f"{told(option, value)}: unknown.{near(value, known)} Known: {', '.join(known)}."]
+
+
+def near(value: object, known: Iterable[str], sign: str = "") -> str:
+    """The names that are most like it, as a question; nothing, if none is."""
+    found = difflib.get_close_matches(str(value).lower(), known, n=2, cutoff=0.6)
+    return f" Did you mean {' or '.join(each + sign for each in found)}?" if found else ""
 
 
 def cache_dir() -> Path:

@@ -242,7 +242,7 @@ def test_a_rank_that_ends_a_step_early(start, tmp_path: Path, transport: str, le
     )
     assert run.end(SOON_S) == 1, run.said
     assert re.search(
-        rf"OutOfStep: rank {leaver} .* has left, and this rank waited for it", run.said
+        rf"OutOfStepError: rank {leaver} .* has left, and this rank waited for it", run.said
     )
 
 
@@ -299,7 +299,9 @@ def test_those_at_the_end_of_the_script_hear_why_another_is_not(
     ranks = Ranks(nursery, tmp_path, 3, str(path), str(who))
     ranks.end(limit_s=SOON_S)
     assert "no sign of life" not in ranks.said
-    told = rf"lost rank {who} .* during a barrier: it ended with OutOfStep: rank \d .* has left"
+    told = (
+        rf"lost rank {who} .* during a barrier: it ended with OutOfStepError: rank \d .* has left"
+    )
     assert len(re.findall(told, ranks.said)) >= 2, ranks.said
 
 

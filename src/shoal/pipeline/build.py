@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from shoal.errors import ModelError
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.layers import model_of
-from shoal.pipeline.meta import weights_on_meta
+from shoal.pipeline.meta import is_on_meta, weights_on_meta
 from shoal.pipeline.unseen import memory_of
 from shoal.settings import kind_of
 from shoal.wire.tree import Tree, tensors_of
@@ -28,6 +28,13 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
     example: inputs of a batch, whose shape a list of layers is held against.
     """
     if isinstance(model, nn.Module):
+        if is_on_meta(model):
+            what = type(model).__name__
+            raise ModelError(
+                f"the {what} is on the meta device, where its weights have no values. Give what "
+                f"makes it instead, as lambda: {what}(...), outside of torch.device: it is called "
+                "on meta, and the weights of each stage are made on its rank."
+            )
         return model
     if callable(model):
         what = getattr(model, "__name__", str(model))
@@ -38,7 +45,7 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
                 raise ModelError(
                     f"{what} gave {kind_of(made)}; it must give an nn.Module or a list of layers."
                 )
-            module = as_module(made, example=example)
+            module = made if isinstance(made, nn.Module) else as_module(made, example=example)
         beginnings.check(module, what)
         return module
     if isinstance(model, str | bytes | dict) or not isinstance(model, Sequence):

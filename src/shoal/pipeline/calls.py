@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from shoal.crew import Crew
-from shoal.errors import ModelError, OutOfStep, PeerLost, WireError, reason_of
+from shoal.errors import ModelError, OutOfStepError, PeerLost, WireError, reason_of
 from shoal.wire.link import Link
 
 T = TypeVar("T")
@@ -125,14 +125,14 @@ def together(link: Link, what: str) -> Iterator[None]:
     except PeerLost as error:
         if not str(error).endswith("has left"):
             raise
-        raise OutOfStep(
+        raise OutOfStepError(
             f"{error}, and this rank waited for it in a call of the pipeline: every rank must make "
             "the same calls"
         ) from None
     except WireError as error:
         if silence := link.silence():  # whom the one that we wait for waits for itself
             raise silence from None
-        raise OutOfStep(
+        raise OutOfStepError(
             f"{error}. Has every rank called {what} of the pipeline? All of them must, also those "
             "that have no use for what it gives."
         ) from None

@@ -56,6 +56,10 @@ ROOM = 0.5
 MADE_BYTES = 64 * 2**20
 """Of weights: up to so many are made on one rank, of a model that nobody has whole."""
 
+_OF_LOSSES = (
+    " A loss is given the output and the target, and has nothing else: what it would make of "
+    "weights is weight_decay= of the optimizer."
+)
 log = logging.getLogger("shoal.pipeline")
 
 _UNEVEN = """\
@@ -214,7 +218,8 @@ class Comparison:
         except Exception as error:
             faults = [f"a stage fails where the model does not: {error}"]
         if borders.faults:
-            raise ModelError(_told(model, [*borders.faults, *faults]))
+            remedy = _OF_LOSSES if self.plan.loss is not None and goes_back else ""
+            raise ModelError(_told(model, [*borders.faults, *faults]) + remedy)
         if any(faults):
             if again := alone.difference(_outcome(self.graph, samples, goes_back)):
                 log.warning(

@@ -234,7 +234,10 @@ class Pipeline:
         """Of this rank's parameters. Learning-rate schedulers take it, on every rank alike."""
         stage = self.stage
         if self._optimizer is None:
-            raise ModelError(f"stage {stage.number}: pipeline() was given no optimizer=.")
+            raise ModelError(
+                f"stage {stage.number}: pipeline() was given no optimizer=, such as "
+                "optimizer=torch.optim.SGD, lr=0.01."
+            )
         return self._optimizer
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -297,7 +300,10 @@ class Pipeline:
         weight: of this batch, where several are to make one update.
         """
         if self.plan.loss is None:
-            raise ModelError("pipeline() was given no loss=, so there is nothing to go back from.")
+            raise ModelError(
+                "pipeline() was given no loss=, so there is nothing to go back from; such as "
+                "loss=torch.nn.functional.mse_loss."
+            )
         self.prepare(x)
         self._compare(x, y, goes_back=True)
         parts, inputs = self._begin("step", x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any
@@ -17,7 +17,7 @@ from shoal.errors import ModelError
 from shoal.layout import Share
 from shoal.pipeline.losses import REDUCTIONS, Loss, loss_faults
 from shoal.pipeline.over_stages import thinks_in_vectors
-from shoal.settings import ARGUMENTS, counted, stage_faults, told
+from shoal.settings import ARGUMENTS, counted, near, stage_faults, told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,8 @@ def plan_faults(plan: Plan, num_ranks: int) -> list[str]:
             f"{_shown('loss=', loss)}: must be a function (output, target) -> loss, such as "
             "torch.nn.functional.mse_loss."
         )
+    elif inspect.isclass(loss) and issubclass(loss, nn.Module):
+        found.append(f"loss={loss.__name__}: is a class; give one of it, loss={loss.__name__}().")
     found += loss_faults(loss, plan.reduction)
     norm: Any = plan.clip_norm
     if norm is not None and not (isinstance(norm, float | Real) and float(norm) > 0):
@@ -127,7 +129,7 @@ def _optimizer_faults(plan: Plan) -> list[str]:
     if optimizer is None:
         return [
             f"{option}=: is no word of pipeline(); it would be an option of optimizer=, and there "
-            "is none."
+            f"is none.{near(option, _words(), '=')}"
             for option in options
         ]
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -151,8 +153,15 @@ def _optimizer_faults(plan: Plan) -> list[str]:
             optimizer([no_parameter()], **options)  # which looks at the values
     except (TypeError, ValueError) as error:
         name = getattr(optimizer, "__name__", optimizer)
-        return [f"optimizer={name}: {str(error).removesuffix('.')}."]
+        meant = [near(option, _words(), "=") for option in options if f"'{option}'" in str(error)]
+        return [f"optimizer={name}: {str(error).removesuffix('.')}.{''.join(meant)}"]
     return []
+
+
+def _words() -> list[str]:
+    """Of pipeline(), which takes all others for options of the optimizer."""
+    own = [each.name for each in fields(Plan) if each.name != "optimizer_options"]
+    return [*own, "transport", "sync", "example", "link"]
 
 
 def no_parameter() -> nn.Parameter:

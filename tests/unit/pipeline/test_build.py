@@ -82,6 +82,10 @@ def number() -> int:
         (list, "the list of layers is empty"),
         ([], "the list of layers is empty"),
         ([3], "layer 0: 3 is no Layer"),
+        (
+            nn.Linear(2, 2, device="meta"),
+            "the Linear is on the meta device, where its weights have",
+        ),
     ],
 )
 def test_what_is_no_model(model: Any, says: str) -> None:

@@ -721,6 +721,16 @@ def _by_pairs(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
+def test_a_loss_that_looks_at_the_model_is_told_of_weight_decay() -> None:
+    model = nn.Sequential(square(), square())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(ModelError, match=r"not in that stage(.|\n)*weight_decay= of the optimizer"):
+        compare(model, [1], loss)
+
+
 LOSSES: dict[str, tuple[Any, str, bool]] = {
     "a function around cross_entropy": (lambda o, y: F.cross_entropy(o, y), "mean", True),
     "pairs of samples": (_by_pairs, "mean", True),

@@ -88,12 +88,14 @@ MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
         ({"stages": 0}, "stages=0: must be at least 1."),
         ({"stages": 3}, "stages=3: 2 ranks do not make whole replicas of 3 stages; 2 would be"),
         ({"schedule": "1f2b"}, "schedule='1f2b': unknown. Did you mean 1f1b?"),
+        ({"schedule": "1F1B"}, "schedule='1F1B': unknown. Did you mean 1f1b?"),
         ({"schedule": None}, "schedule=None: unknown."),
         ({"cuts": [1]}, "cuts=[1]: must be a list of names"),
         ({"cuts": "fc"}, "cuts='fc': must be a list of names, such as cuts=['conv2']."),
         ({"cuts": ["a", "b"]}, "cuts=: it takes 1 cut to make 2 stages; 2 given (a, b)."),
         ({"inputs": "x"}, "inputs='x': must be a list of names"),
         ({"loss": "mse"}, "loss='mse': must be a function (output, target) -> loss"),
+        ({"loss": nn.MSELoss}, "loss=MSELoss: is a class; give one of it, loss=MSELoss()."),
         ({"loss": Scaled()}, "loss=Scaled: has parameters of its own (scale), which nobody would"),
         ({"loss": nn.MSELoss(reduction="sum")}, "loss=MSELoss(reduction='sum'): must give one"),
         ({"loss": nn.MSELoss(reduction="none")}, "loss=MSELoss(reduction='none'): must give one"),
@@ -124,6 +126,14 @@ MADE = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
 def test_a_word_that_cannot_be(words: dict[str, Any], says: str) -> None:
     (fault,) = plan_faults(replace(PLAN, **words), 2)
     assert fault.startswith(says)
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD])
+def test_a_word_that_is_taken_for_an_option_of_the_optimizer(optimizer: Any) -> None:
+    plan = replace(PLAN, optimizer=optimizer, optimizer_options={"micro_batches": 4})
+    (fault,) = plan_faults(plan, 2)
+    assert fault.endswith(". Did you mean microbatches=?")
+    assert "Did you" not in plan_faults(replace(plan, optimizer_options={"qwxyz": 1}), 2)[0]
     assert "--" not in fault
     assert "\n" not in fault
 
