@@ -20,6 +20,7 @@ NAMES = [
     "Layer",
     "MeetingError",
     "ModelError",
+    "OutOfStepError",
     "PeerLost",
     "PeerSilent",
     "RunFailed",
