@@ -345,7 +345,7 @@ def shared(graph: Graph) -> list[tuple[int, int]]:
 
 def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
     """Raises ModelError if a cut parts what shares parameters or buffers."""
-    names, used = graph.names(), tensors_used(graph)
+    names, used, nodes = graph.names(), tensors_used(graph), graph.nodes()
     faults = []
     for a, b in shared(graph):
         between = [cut for cut in cuts if a < cut <= b]
@@ -353,10 +353,28 @@ def check_shared(graph: Graph, cuts: Sequence[int]) -> None:
             faults.append(
                 f"{names[a]} and {names[b]} share {_called(graph, used[a] & used[b])}, and "
                 f"the cut at {names[between[0]]} would part them. Cut elsewhere: before the first "
-                "or after the last of them."
+                f"or after the last of them{_or_at_once(nodes[a], nodes[b])}."
             )
     if faults:
         raise ModelError(faults)
+
+
+def _or_at_once(one: fx.Node, other: fx.Node) -> str:
+    is_same = one.op == other.op == "call_module" and one.target == other.target
+    if not is_same or one in _before(other):
+        return ""
+    return f"; or call {one.target} once, with both inputs in one batch (torch.cat)"
+
+
+def _before(node: fx.Node) -> set[fx.Node]:
+    """All that it is computed from."""
+    found, left = set(), list(node.all_input_nodes)
+    while left:
+        each = left.pop()
+        if each not in found:
+            found.add(each)
+            left += each.all_input_nodes
+    return found
 
 
 def _called(graph: Graph, tensors: set[Place]) -> str:

@@ -545,6 +545,20 @@ def test_what_shares_parameters_must_not_be_parted(kind: type[nn.Module]) -> Non
         assert f"{graph.units[0]} and {graph.units[2]} share {what}" in fault
         assert f"the cut at {graph.units[cuts[0]]} would part them" in fault
         assert "Cut elsewhere" in fault
+        assert "torch.cat" not in fault, "one needs what the other gives"
+
+
+def test_a_module_for_two_inputs_may_be_called_once() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = square()
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return self.encoder(x) - self.encoder(other.tanh())  # type: ignore[no-any-return]
+
+    with pytest.raises(ModelError, match=r"or call encoder once, .* in one batch \(torch.cat\)\."):
+        check_shared(read(Twins()), [1])
 
 
 def test_a_module_used_three_times_is_a_chain() -> None:
