@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import dis
 import linecache
+import operator
 from pathlib import Path
 from types import FrameType
 
+_ORDERS = {
+    "<": (operator.lt, operator.gt),  # 0 < x asks x whether it is > 0
+    "<=": (operator.le, operator.ge),
+    ">": (operator.gt, operator.lt),
+    ">=": (operator.ge, operator.le),
+    "==": (operator.eq,),
+    "!=": (operator.ne,),
+}
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RERAISE", "YIELD_VALUE")
 
 
-def needed(frame: FrameType) -> bool | None:
-    """What the value that `frame` branches on has to be, lest it raises. None: it is no check."""
-    code = frame.f_code
-    if code.co_exceptiontable:  # somebody may catch it
-        return None
-    instructions = list(dis.get_instructions(code))
+def may_catch(frame: FrameType) -> bool:
+    """Whether what is raised below `frame` may end there, or end a loop (IndexError, for one)."""
+    name = frame.f_code.co_name
+    if name.startswith("__") and name.endswith("__") and name != "__call__":
+        return True
+    entries = dis.Bytecode(frame.f_code).exception_entries  # type: ignore[attr-defined]
+    return any(each.start <= frame.f_lasti < each.end for each in entries)
+
+
+def needed(frame: FrameType, made_by: object) -> bool | None:
+    """What the value that `frame` branches on has to be, lest it raises. None: it is no check.
+
+    made_by: what has made the value.
+    """
+    instructions = list(dis.get_instructions(frame.f_code))
     places = {each.offset: place for place, each in enumerate(instructions)}
     here = places[frame.f_lasti]
-    while instructions[here].opname == "TO_BOOL":
+    asking = instructions[here]
+    if asking.opname == "TO_BOOL":
+        here += 1
+    elif asking.opname == "COMPARE_OP":  # which asks itself, from Python 3.13 on; tuples do, too
+        if made_by not in _ORDERS.get(asking.argval, ()):
+            return None
         here += 1
     branch = instructions[here]
     if not branch.opname.startswith("POP_JUMP") or branch.opname.endswith("NONE"):

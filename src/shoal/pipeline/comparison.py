@@ -26,6 +26,7 @@ from shoal.pipeline.graph import Graph
 from shoal.pipeline.keeping import as_it_was
 from shoal.pipeline.losses import Loss, difference_of_parts, loss_of_part, name_of
 from shoal.pipeline.meta import is_on_meta, materialise
+from shoal.pipeline.micro_batches import copied
 from shoal.pipeline.plan import Plan
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.runner import Runner
@@ -86,7 +87,7 @@ class Samples:
     def loss_of(self, output: Any) -> torch.Tensor | None:
         """To go back from; None: nothing in the output needs a gradient."""
         if self.loss is not None and self.target is not None:
-            loss = loss_of_part(self.loss, output, self.target, 1.0, self.reduction)
+            loss = loss_of_part(self.loss, output, copied(self.target), 1.0, self.reduction)
             return loss if loss.requires_grad else None
         needing = [t for t in tensors_of(output).values() if t.requires_grad]
         sums = [(_real(t) * _ramp(_real(t))).sum() for t in needing]
@@ -148,7 +149,9 @@ class Comparison:
         mode: what train() or eval() has said; None: every part has the mode that it came in.
         """
         assert self.graph is not None
-        samples = Samples(inputs, target, self.plan.loss, self.plan.reduction)
+        # In one stage the loss is this rank's own, and may count its calls where nobody finds that.
+        loss = self.plan.loss if self.plan.stages > 1 else None
+        samples = Samples(inputs, target, loss, self.plan.reduction)
         count = min((len(t) for t in tensors_of(inputs).values() if t.dim()), default=1)
         model = self.graph.model
         if not _has_room(model):
@@ -172,7 +175,7 @@ class Comparison:
                         break
 
         if count > 1 and self.plan.microbatches > 1 and self.plan.schedule != "sequential":
-            self._compare_losses(samples.first(FEW), mode)
+            self._compare_losses(replace(samples.first(FEW), loss=self.plan.loss), mode)
 
     def _compare_losses(self, samples: Samples, mode: bool | None) -> None:
         """Tells of a loss that is another one of micro-batches, which nobody else would."""
@@ -181,10 +184,10 @@ class Comparison:
         if loss is None or samples.target is None:
             return
         # What fails here fails in the first step, and is told there.
-        with as_it_was(model, loss), suppress(Exception), torch.no_grad():
+        with as_it_was(model, loss, with_weights=True), suppress(Exception), torch.no_grad():
             if mode is not None:
                 model.train(mode)
-            output = model(**self.graph.given(_copied(samples.inputs)))
+            output = model(**self.graph.given(copied(samples.inputs)))
             if found := difference_of_parts(loss, output, samples.target, samples.reduction):
                 log.warning(_UNEVEN, name_of(loss), found)
 
@@ -193,7 +196,7 @@ class Comparison:
         the model would put there, while its weights are still the ones that it came with."""
         assert self.graph is not None
         for few in (FEW, None):
-            with as_it_was(self.graph.model), suppress(Exception):
+            with as_it_was(self.graph.model, with_weights=True), suppress(Exception):
                 if is_training is not None:
                     self.graph.model.train(is_training)
                 _outcome(self.graph, samples if few is None else samples.first(few), False)
@@ -252,7 +255,7 @@ def _outcome(graph: Graph, samples: Samples, goes_back: bool) -> Outcome:
     model = graph.model
     with as_it_was(model, samples.loss), torch.set_grad_enabled(goes_back):
         _forget_gradients(model)
-        output = model(**graph.given(_copied(samples.inputs)))
+        output = model(**graph.given(copied(samples.inputs)))
         loss = samples.loss_of(output) if goes_back else None
         if loss is not None:
             loss.backward()
@@ -279,7 +282,7 @@ def _outcome_of_stages(
         outputs.append(output)
         return samples.loss_of(output) if goes_back else None
 
-    inputs = _copied(samples.inputs)
+    inputs = copied(samples.inputs)
     with as_it_was(model, samples.loss), torch.set_grad_enabled(goes_back):
         _forget_gradients(model)
         for number, runner in enumerate(runners):
@@ -320,11 +323,6 @@ def _names_by_memory(model: nn.Module) -> dict[int, str]:
 def _first(tree: Tree, count: int) -> Tree:
     rows = {path: t[:count] if t.dim() else t for path, t in tensors_of(tree).items()}
     return with_tensors(tree, rows)
-
-
-def _copied(tree: Tree) -> Tree:
-    """What a step in place may change."""
-    return with_tensors(tree, {path: t.detach().clone() for path, t in tensors_of(tree).items()})
 
 
 def _disturb(model: nn.Module, spread: float) -> None:

@@ -51,6 +51,10 @@ class Place:
         output.register_hook(found.append)
         self._found = found
 
+    def expect(self) -> None:
+        """The first half comes now: a loss, or a module, may have gone back here by itself."""
+        self._found.clear()
+
     def backward(self) -> None:
         """The second half: adds to the gradients of the layer's weights."""
         if self._found:  # else nothing of the loss depends on it
@@ -109,6 +113,8 @@ class Late:
             return False
         later = {id(weight) for place in places for weight in place.layer.parameters()}
         now = [weight for weight in _trainable(self._module) if id(weight) not in later]
+        for place in places:
+            place.expect()
         ends: list[Any] = [*leaves, *now, *(place.edge for place in places)]
         torch.autograd.backward(roots, gradients, retain_graph=True, inputs=ends)
         return True

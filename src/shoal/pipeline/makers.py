@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _device
 
 _FUNCTIONS = ("zeros", "ones", "empty", "rand", "randn", "tensor", "as_tensor")
 _METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
@@ -21,20 +22,26 @@ _METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
 @contextmanager
 def watching_makers() -> Iterator[None]:
     """Meanwhile, each call that makes a tensor of values of the batch is a step."""
-    torch.overrides.get_overridable_functions()  # torch keeps what it finds here when first asked
+    # Torch keeps what it finds when these are first asked.
+    torch.overrides.get_overridable_functions()
+    _device._device_constructors()
     kind: Any = torch.Tensor
     functions = {name: getattr(torch, name) for name in _FUNCTIONS}
     for name, make in functions.items():
         setattr(torch, name, _noted(make, "call_function", make))
-    for name in _METHODS:
+    methods = {name: vars(kind).get(name) for name in _METHODS}
+    for name in methods:
         setattr(kind, name, _noted(getattr(kind, name), "call_method", name))
     try:
         yield
     finally:
         for name, make in functions.items():
             setattr(torch, name, make)
-        for name in _METHODS:
-            delattr(kind, name)  # torch.Tensor has them from the class that it is derived from
+        for name, method in methods.items():
+            if method is None:  # torch.Tensor has it from the class that it is derived from
+                delattr(kind, name)
+            else:
+                setattr(kind, name, method)
 
 
 def _noted(make: Callable[..., Any], kind: str, target: Any) -> Callable[..., Any]:

@@ -75,6 +75,11 @@ def split(batch: Tree, parts: Sequence[Share]) -> list[Tree]:
     ]
 
 
+def copied(tree: Tree) -> Tree:
+    """What a step in place may change."""
+    return with_tensors(tree, {path: t.detach().clone() for path, t in tensors_of(tree).items()})
+
+
 def join(outputs: Sequence[Tree], parts: Sequence[Share]) -> Tree:
     """What the model gave for each part, as if it had been given for the whole.
 

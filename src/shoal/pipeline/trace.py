@@ -224,7 +224,7 @@ def _unreadable(model: nn.Module, error: Exception) -> str:
     if isinstance(error, Unseen):
         text = f"{what}.forward {error}: torch.fx does not see that, and it would be lost."
     else:
-        text = f"{what} cannot be read by torch.fx: {error}"
+        text = f"{what} cannot be read by torch.fx: {str(error) or type(error).__name__}"
         if isinstance(error, TypeError) and "slice indices" in str(error):
             text += (
                 ". A plain tensor or list cannot be cut to a length that comes with the batch; a "

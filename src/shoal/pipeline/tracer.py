@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.checks import check_in, needed
+from shoal.pipeline.checks import check_in, may_catch, needed
 from shoal.pipeline.dice import Dice
 from shoal.pipeline.fixed import FixedValues
 from shoal.pipeline.kept import Kept
@@ -35,6 +38,9 @@ from shoal.pipeline.unseen import (
     watching_attributes,
     watching_reads,
 )
+
+_READING = threading.RLock()
+"""Held while a model is read: what is watched meanwhile is the whole process's."""
 
 
 def _gives_back(module: nn.Module) -> bool:
@@ -68,6 +74,7 @@ class Tracer(fx.Tracer):
 
     def read(self, model: nn.Module, fixed: dict[str, Any]) -> fx.Graph:
         with (
+            _READING,
             watching_attributes(self._check_attribute),
             watching_reads(self._note_read),
             watching_makers(),
@@ -137,6 +144,8 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if type(a) in (StepProxy, StepAttribute, BufferProxy) and a.tracer is not self:
             raise LeftOver
+        if isinstance(a, torch.Generator):
+            self._check_draw()
         is_made = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
         if is_made and a.requires_grad and memory_of(a) not in self._memory:
             self._refuse(
@@ -201,15 +210,27 @@ class Tracer(fx.Tracer):
         self._stop(Unseen(what))
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        if is_users(frame := sys._getframe(2)) and (answer := needed(frame)) is not None:
+        if (answer := self._answer_of_check(obj, sys._getframe(2))) is not None:
             holds = obj if answer else self.create_proxy("call_function", operator.not_, (obj,), {})
-            text = f"{type(self.root).__name__}.forward refuses this batch: {check_in(frame)}"
+            where = check_in(sys._getframe(2))
+            text = f"{type(self.root).__name__}.forward refuses this batch: {where}"
             self.create_proxy("call_function", torch._assert, (holds, text), {})
             return answer
         try:
             return bool(super().to_bool(obj))
         except fx.proxy.TraceError as error:
             self._stop(error)
+
+    def _answer_of_check(self, obj: fx.Proxy, frame: FrameType) -> bool | None:
+        """None: it is none, or somebody may catch what it raises, and go on with something else."""
+        if not is_users(frame):
+            return None
+        above = itertools.takewhile(
+            lambda each: each[0].f_code is not Tracer.read.__code__, traceback.walk_stack(frame)
+        )
+        if any(is_users(each) and may_catch(each) for each, _ in above):
+            return None
+        return needed(frame, obj.node.target)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         try:

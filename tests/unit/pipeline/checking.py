@@ -88,3 +88,38 @@ def one_of_three(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.sum(1)
     raise ValueError("dimensions")
+
+
+def position(x: Tensor) -> Tensor:
+    if x.size(0) > MOST:
+        raise ValueError("too many")
+    return x
+
+
+def caught_by_its_caller(x: Tensor) -> Tensor:
+    try:
+        return position(x)
+    except ValueError:
+        return -x
+
+
+class Rows:
+    """What a `for` asks until there is no more."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= self.x.size(0):
+            raise IndexError
+        return self.x[index]
+
+
+def until_there_is_no_more(x: Tensor) -> list[Tensor]:
+    return [row + 1 for row in Rows(x)]  # type: ignore[attr-defined]
+
+
+def each_by_itself(x: Tensor) -> None:
+    """Tuples ask each of their elements, and need another answer than what they are asked for."""
+    if (x.size(0), x.size(1)) != (MOST, WIDTH):
+        raise ValueError("another size")

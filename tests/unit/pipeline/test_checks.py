@@ -29,6 +29,9 @@ BRANCHES = [
     checking.caught,
     checking.raises_in_a_loop,
     checking.one_of_three,
+    checking.caught_by_its_caller,
+    checking.until_there_is_no_more,
+    checking.each_by_itself,
 ]
 
 

@@ -79,6 +79,14 @@ class Recomputed(nn.Module):
 Recomputed.__module__ = "torch.nn"
 
 
+class GoesBack(nn.Module):
+    """Asks for a gradient itself, in the forward pass, as losses with a penalty do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad((x**3).sum(), x, retain_graph=True)
+        return x * slope.detach()
+
+
 class Unused(nn.Module):
     """The loss does not depend on a layer, and a branch ends early."""
 
@@ -137,6 +145,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "computed again, reentrant": (lambda: nn.Sequential(square(), Recomputed(True), square()), 0),
     "a layer that the loss does not need": (Unused, 2),
     "a layer with a hook on what it gives": (hooked_output, 1),
+    "a module that goes back itself": (lambda: nn.Sequential(square(), square(), GoesBack()), 1),
     "layers that are no linear ones": (
         lambda: nn.Sequential(square(), nn.LayerNorm(WIDTH), nn.PReLU()),
         0,

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from shoal.errors import ModelError
+from shoal.pipeline.makers import watching_makers
 from shoal.pipeline.trace import trace
 
 WIDTH = 4
@@ -64,3 +66,29 @@ def test_torch_is_as_it_was_afterwards() -> None:
     trace(Adding(MADE["zeros"]))
     assert ([getattr(torch, name) for name in names], torch.Tensor.expand) == before
     assert "expand" not in vars(torch.Tensor)
+
+
+def test_what_torch_finds_meanwhile_is_its_own() -> None:
+    """Where torch.device is used for the first time: it looks once for what it is to change."""
+    found = torch.utils._device._device_constructors
+    found.cache_clear()
+    with watching_makers(), torch.device("cpu"):
+        torch.zeros(1)
+    assert torch.zeros in found()
+
+
+def test_a_method_that_somebody_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(self: Tensor, *sizes: int) -> Tensor:
+        return self.broadcast_to(sizes)
+
+    monkeypatch.setattr(torch.Tensor, "expand", own)
+    with watching_makers(), watching_makers():
+        assert torch.ones(1).expand(3).shape == (3,)
+    assert vars(torch.Tensor)["expand"] is own
+
+
+def test_dice_of_ones_own_are_refused() -> None:
+    dice = torch.Generator().manual_seed(0)
+    model = Adding(lambda x: torch.rand(x.size(0), WIDTH, generator=dice))
+    with pytest.raises(ModelError, match=r"draws random numbers(.|\n)*test_makers.py:\d+: model"):
+        trace(model)
