@@ -1,9 +1,10 @@
-"""One process without a pipeline: a plain loop that takes a step for each line it reads.
+"""A process without a pipeline: a plain loop that takes a step for each line it reads.
 
     python benchmarks/local.py --batch-size 128
 
-Prints the loss of each step. A process of its own, since what a rank does to its process (the C
-library keeps the memory of large blocks there) makes a plain loop in it faster than elsewhere.
+Prints that it is ready, then the loss of each step. A process of its own, since what a rank does to
+its process (the C library keeps the memory of large blocks there) makes a plain loop in it faster
+than elsewhere.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from shoal.train.models.zoo import MnistCnn
 
 SGD = {"lr": 0.01, "momentum": 0.9}
 NUM_BATCHES = 8
+NUM_PROCESSES = 6
+NUM_WARM_UP_STEPS = 5
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -66,23 +69,39 @@ def by_turns(crew: shoal.JoinedCrew, step: Callable[[], float]) -> float:
 
 
 class Elsewhere:
-    """The same in a process of its own, which ends with its input: also when this one does."""
+    """The same in processes of its own, one after the other: in each turn the next.
+
+    They are not equally fast: how often the C library gives memory back, and the system hands it
+    out anew page by page, is settled by how blocks happen to lie when a process has begun. On one
+    machine the same step took 60 ms in one of them, and 84 ms in another.
+    """
 
     def __init__(self, batch_size: int) -> None:
         argv = [sys.executable, __file__, "--batch-size", str(batch_size)]
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._processes = [
+            subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(NUM_PROCESSES)
+        ]
+        self._turn = 0
+        for process in self._processes:  # while they warm up, nobody else is to be measured
+            assert process.stdout is not None
+            process.stdout.readline()
+
+    def begin(self) -> None:
+        """The next turn."""
+        self._turn += 1
 
     def step(self) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+        process = self._processes[self._turn % NUM_PROCESSES]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
 
     def close(self) -> None:
-        self._process.communicate()
+        for process in self._processes:
+            process.communicate()
 
 
 def main() -> None:
@@ -90,7 +109,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    loop, batches = Loop(), seeded_batches(args.batch_size)
+    batches = seeded_batches(args.batch_size)
+    before = Loop()  # torch finds out how to compute, and the C library what to keep
+    for batch in batches[:NUM_WARM_UP_STEPS]:
+        before.step(*batch)
+    loop = Loop()
+    print("ready", flush=True)
     for number, _ in enumerate(sys.stdin):
         print(repr(loop.step(*batches[number % NUM_BATCHES])), flush=True)
 

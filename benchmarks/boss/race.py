@@ -197,6 +197,9 @@ class Local(Contestant):
         self._crew = crew
         self._loop = Elsewhere(batch_size)
 
+    def begin(self) -> None:
+        self._loop.begin()
+
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
         return by_turns(self._crew, self._loop.step)
 

@@ -60,6 +60,9 @@ class Contestant(ABC):
     def name(self) -> str:
         return f"{self.way}, {self.microbatches} micro-batches"
 
+    def begin(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Its turn comes."""
+
     @abstractmethod
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
         """The loss, on the ranks that know it."""
@@ -73,7 +76,7 @@ class Contestant(ABC):
 
 
 class Local(Contestant):
-    """A plain loop next to one rank while both sleep, then next to the other.
+    """A plain loop next to one rank while both sleep, then next to the other; several, by turns.
 
     Two cores need not be equally fast, and a pipeline needs both: a step counts as the mean.
     """
@@ -84,6 +87,9 @@ class Local(Contestant):
         super().__init__("local")
         self._crew = crew
         self._loop = Elsewhere(batch_size)
+
+    def begin(self) -> None:
+        self._loop.begin()
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
         return by_turns(self._crew, self._loop.step)
@@ -240,6 +246,7 @@ class Race:
                 self._step(contestant)
 
     def turn(self, contestant: Contestant, steps: int) -> None:
+        contestant.begin()
         self._crew.barrier()
         self._step(contestant)  # does not count: who was before is out of the caches now
         worked, begun = contestant.work_s(), time.perf_counter()
