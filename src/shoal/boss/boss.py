@@ -247,6 +247,7 @@ class Boss:
                     cuts=routes.cuts,
                     num_units=routes.num_units,
                     ports=[[(p.value, p.source) for p in ports] for ports in routes.ports],
+                    aliases=routes.aliases,
                     inputs=list(graph.inputs),
                     makes=values_made(graph, routes, stage),
                     keeps=values_kept(graph, routes, stage),

@@ -161,7 +161,7 @@ class Hand:
     def _place(self, order: Place, tensors: Tree) -> None:
         self._stage = self._optimizer = None  # whatever happens, the one before is not wanted
         ports = [[Port(value, source) for value, source in each] for each in order.ports]
-        routes = Routes(order.cuts, ports, order.num_units)
+        routes = Routes(order.cuts, ports, order.num_units, order.aliases)
         module = from_data(unpack(order.module), self._allowed)
         missing = fill(module, tensors)
         if missing and order.seed is None:

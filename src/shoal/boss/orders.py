@@ -26,6 +26,8 @@ class Place(_Order, frozen=True, tag="place"):
     num_units: int
     ports: list[list[tuple[str, int]]]
     """By stage: values that it gets, and from which stage."""
+    aliases: dict[str, str]
+    """By value that may be the tensor of others: the first of all those."""
     inputs: list[str]
     makes: list[str]
     """What this stage returns, in order."""

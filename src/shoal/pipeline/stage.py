@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,8 +31,8 @@ from shoal.pipeline.split import (
 from shoal.wire.front import SMALL_BYTES
 from shoal.wire.tree import Tree, arrives_as_it_is, tensors_of, with_tensors
 
-Gradients = list[Tree]
-"""Of a value's tensors that need one, in order, as `packed` makes them."""
+Gradients = dict[str, list[Tree]]
+"""By value: of its tensors that need one, in order, as `packed` makes them."""
 Roots = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 """What a backward pass begins with: tensors and their gradients."""
 Key = tuple[int, int]
@@ -81,8 +82,6 @@ class _Kept:
     """By value from elsewhere: its tensors that need a gradient."""
     made: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By value that was made here: its tensors that need a gradient."""
-    copies: set[str] = field(default_factory=set)
-    """Values from elsewhere that are another name of one that came as well."""
     places: list[Place] = field(default_factory=list)
     """Layers whose weight gradients come last."""
     loss: torch.Tensor | None = None
@@ -117,6 +116,8 @@ class Stage:
         self._takes = list(inputs) if number == 0 else [port.value for port in ports]
         later = {port.value for each in routes.ports[number + 1 :] for port in each}
         self._passed_by = [port.value for port in ports if port.value in later]
+        self._names: dict[str, str] = {}
+        """Of the values of the last `forward`, by name: the first name of the very tensor."""
         self._kept: dict[Key, _Kept] = {}
         self._left: deque[tuple[Key, list[Place]]] = deque()
         """Of micro-batches that went backward: layers whose weight gradients are still to come."""
@@ -163,32 +164,45 @@ class Stage:
         inputs: of the model, in stage 0. arrived: by source, what `parcel` made there.
         """
         kept = _Kept()
-        values = dict(inputs)
-        for source, parcel in arrived.items():
-            names = [port.value for port in self.routes.between(source, self.number)]
-            for name, content in zip(names, parcel, strict=True):
-                if isinstance(content, int):
-                    values[name], kept.came[name] = (
-                        values[names[content]],
-                        kept.came[names[content]],
-                    )
-                    kept.copies.add(name)
-                else:
-                    values[name], kept.came[name] = arrivals_of(*content)
+        came = self._unpacked(arrived, kept)
+        values = inputs | came
         takes = [values[name] for name in self._takes]
         before = self._versions(values)
-        if not torch.is_grad_enabled():
-            made = dict(zip(self._makes, self.module(*takes), strict=True))
-            self._check_unchanged(before, values)
-            return made
-        with self._late.noting() as kept.places:
+        has_gradients = torch.is_grad_enabled()
+        noting: AbstractContextManager[list[Place]] = (
+            self._late.noting() if has_gradients else nullcontext([])
+        )
+        with noting as kept.places:
             made = dict(zip(self._makes, self.module(*takes), strict=True))
         self._check_unchanged(before, values)
-        for value, tree in made.items():
-            if value != OUTPUT:
-                kept.made[value] = needing(tree)
-        self._kept[key] = kept
+        self._note_names(came, made)
+        if has_gradients:
+            for value, tree in made.items():
+                if value != OUTPUT and self._names[value] == value:
+                    kept.made[value] = needing(tree)
+            self._kept[key] = kept
         return made
+
+    def _unpacked(self, arrived: dict[int, Tree], kept: _Kept) -> dict[str, Tree]:
+        """Values from elsewhere, each tensor once, by whatever names it came."""
+        self._names = {}
+        found: dict[str, Tree] = {}
+        for source, parcel in arrived.items():
+            ports = self.routes.between(source, self.number)
+            for (value, _), content in zip(ports, parcel, strict=True):
+                is_name = isinstance(content, str)
+                self._names[value] = name = content if is_name else _name_in(content, value)
+                if not is_name and name not in found:
+                    found[name], kept.came[name] = arrivals_of(*content[:3])
+        return {value: found[name] for value, name in self._names.items()}
+
+    def _note_names(self, came: dict[str, Tree], made: dict[str, Tree]) -> None:
+        first: dict[tuple[str, int], str] = {}
+        for value, tree in [*came.items(), *made.items()]:
+            name = self._names.setdefault(value, value)
+            if isinstance(tree, torch.Tensor):
+                alias = self.routes.aliases.get(value, value)
+                self._names[value] = first.setdefault((alias, id(tree)), name)
 
     def _versions(self, values: dict[str, Tree]) -> dict[str, list[int]]:
         """How often what came here, and later stages get too, has been changed in place."""
@@ -210,11 +224,10 @@ class Stage:
     def parcel(self, made: dict[str, Tree], target: int) -> Tree:
         """What a later stage gets of the values made: each, and which tensors need a gradient.
 
-        One that is another name of an earlier one (nn.Identity gives back what it was given) goes
-        as that one's number: once, and with one gradient.
+        One that is the very tensor of another (`x.float()` gives back what it was given, if that
+        is float) goes by that one's name: once, and with one gradient.
         """
         names = [port.value for port in self.routes.between(self.number, target)]
-        values = [made[name] for name in names]
         if odd := [name for name in names if not arrives_as_it_is(made[name])]:
             raise ModelError(
                 f"{odd[0]} is a {type(made[odd[0]]).__name__}, or has one in it, and would not "
@@ -222,13 +235,16 @@ class Stage:
                 "tuples, lists and dicts of them cross a cut. Cut after its last use, or take it "
                 "apart before the cut; automatic cuts do so."
             )
-        first = {id(tree): number for number, tree in reversed(list(enumerate(values)))}
-        return [
-            first[id(tree)]
-            if isinstance(tree, torch.Tensor) and first[id(tree)] != number
-            else _content(self._for_good(names[number], tree))
-            for number, tree in enumerate(values)
-        ]
+        known = {port.value for port in self.routes.ports[target]} - set(names)
+        parcel: list[Tree] = []
+        for value in names:
+            name = self._names[value]
+            if name in known:
+                parcel.append(name)
+            else:
+                parcel.append(_content(self._for_good(value, made[value]), name, value))
+            known.add(name)
+        return parcel
 
     def _for_good(self, name: str, tree: Tree) -> Tree:
         """Copies of what a layer keeps, and changes with the next micro-batch, before this went."""
@@ -255,8 +271,8 @@ class Stage:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(
-        self, key: Key, arrived: dict[int, list[Gradients]], begin: Roots = ()
-    ) -> dict[int, list[Gradients]]:
+        self, key: Key, arrived: dict[int, Gradients], begin: Roots = ()
+    ) -> dict[int, Gradients]:
         """Adds to the gradients of the parameters; returns those of what came, by whom they go to.
 
         To those of some parameters `backward_weights` adds, when the others have been sent.
@@ -269,13 +285,17 @@ class Stage:
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
             gradients.append(None)
-        for later, of_values in arrived.items():
-            for value, of_value in zip(
-                self.routes.back(later, self.number), of_values, strict=True
-            ):
-                came = kept.came.get(value)
-                tensors = kept.made[value] if came is None else [each.value for each in came]
-                for tensor, gradient in zip(tensors, map(unpacked, of_value), strict=True):
+        tensors = kept.made | {
+            name: [each.value for each in came] for name, came in kept.came.items()
+        }
+        passing: Gradients = {}
+        """Of what only earlier stages use."""
+        for of_values in arrived.values():
+            for name, of_value in of_values.items():
+                if name not in tensors:
+                    passing[name] = of_value
+                    continue
+                for tensor, gradient in zip(tensors[name], map(unpacked, of_value), strict=True):
                     if gradient is not None:
                         roots.append(tensor)
                         gradients.append(gradient)
@@ -283,16 +303,12 @@ class Stage:
         if roots and self._late.first_half(roots, gradients, leaves, kept.places):
             self._kept[key] = kept
             self._left.append((key, kept.places))
-        return {
-            earlier: [
-                [
-                    None if value in kept.copies else packed(each.gradient)
-                    for each in kept.came[value]
-                ]
-                for value in self.routes.back(self.number, earlier)
-            ]
-            for earlier in self.routes.backs(self.number)
-        }
+        sent: dict[int, Gradients] = {earlier: {} for earlier in self.routes.backs(self.number)}
+        for name, came in kept.came.items():
+            passing[name] = [packed(each.gradient) for each in came]
+        for name, of_value in passing.items():
+            sent[self.routes.before(name, self.number)][name] = of_value
+        return sent
 
     def backward_weights(self) -> bool:
         """Of what `backward` has left: one layer's, the oldest first. Whether there was one."""
@@ -323,8 +339,11 @@ def needing(tree: Tree) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(tree).values() if tensor.requires_grad]
 
 
-def _content(tree: Tree) -> Tree:
-    """A value as it goes: tensors, which of them need a gradient, how they lie if that is lost."""
+def _content(tree: Tree, name: str, value: str) -> Tree:
+    """A value as it goes: tensors, which of them need a gradient, how they lie if that is lost.
+
+    And its name, where that is another one's than the value's.
+    """
     tensors = tensors_of(tree)
     sent = {path: as_sent(tensor.detach()) for path, tensor in tensors.items()}
     content = [
@@ -332,7 +351,14 @@ def _content(tree: Tree) -> Tree:
         [tensor.requires_grad for tensor in tensors.values()],
     ]
     lying = [how for _, how in sent.values()]
+    if name != value:
+        return [*content, lying, name]
     return [*content, lying] if any(lying) else content
+
+
+def _name_in(content: Any, value: str) -> str:
+    """What `_content` was given."""
+    return content[3] if len(content) > 3 else value
 
 
 def arrivals_of(

@@ -34,6 +34,7 @@ ORDERS: list[Order] = [
         stage=1,
         cuts=[2],
         num_units=4,
+        aliases={},
         ports=[[], [("relu", 0), ("x", 0)]],
         inputs=["x"],
         makes=["output"],
