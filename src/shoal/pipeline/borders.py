@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.pipeline.unseen import Line, memory_of, users_line
@@ -73,6 +74,11 @@ class Borders:
 
 def _shown(line: Line | None) -> str:
     return f"\n  {line}" if line else ""
+
+
+def names_by_memory(model: nn.Module) -> dict[int, str]:
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return {memory_of(tensor): name for name, tensor in named}
 
 
 class _Watching(TorchDispatchMode):

@@ -4,7 +4,8 @@ torch.fx reads what it sees, and a forward() may do more (unseen.py): then the s
 another model. Nobody can think of all the ways. So rank 0, which still has the whole model, lets it
 compute a few samples, forward and backward, and lets all stages do the same, one after the other;
 outputs, gradients and buffers must be the same. Weights are somewhat other ones than when the model
-was read: what was taken for a constant then, and is none, shows.
+was read: what was taken for a constant then, and is none, shows. Where there is no room for that,
+what would be computed is compared, step by step (dry_run.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.pipeline.borders import Borders
+from shoal.pipeline.borders import Borders, names_by_memory
+from shoal.pipeline.dry_run import faults_of_stages
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.keeping import as_it_was
 from shoal.pipeline.losses import Loss, difference_of_parts, loss_of_part, name_of
@@ -131,17 +133,11 @@ class Comparison:
     """On the rank that compares."""
 
     @classmethod
-    def of(cls, graph: Graph, routes: Routes, plan: Plan, *, is_here: bool) -> Comparison | None:
-        """None where there can be none: of a model that is too large to be made for it.
-
-        is_here: whether it is this rank that compares.
-        """
-        if not is_on_meta(graph.model):
-            return cls(routes, plan, graph if is_here else None)
-        if sum(weight.nbytes for weight in graph.model.parameters()) > MADE_BYTES:
-            return None
-        made = replace(graph, model=copy.deepcopy(graph.model)) if is_here else None
-        return cls(routes, plan, made)
+    def of(cls, graph: Graph, routes: Routes, plan: Plan, *, is_here: bool) -> Comparison:
+        """is_here: whether it is this rank that compares."""
+        if is_here and is_on_meta(graph.model):
+            graph = replace(graph, model=copy.deepcopy(graph.model))
+        return cls(routes, plan, graph if is_here else None)
 
     def check(self, inputs: dict[str, Tree], target: Tree, mode: bool | None) -> None:
         """Raises ModelError if the stages are another model.
@@ -155,7 +151,7 @@ class Comparison:
         count = min((len(t) for t in tensors_of(inputs).values() if t.dim()), default=1)
         model = self.graph.model
         if not _has_room(model):
-            log.info("the stages are not compared with the model: there is too little memory")
+            self._check_dry(inputs, mode)
             return
         materialise(model, self.plan.seed, torch.device("cpu"))
         for is_training in dict.fromkeys((mode, False)) if count else ():
@@ -176,6 +172,24 @@ class Comparison:
 
         if count > 1 and self.plan.microbatches > 1 and self.plan.schedule != "sequential":
             self._compare_losses(replace(samples.first(FEW), loss=self.plan.loss), mode)
+
+    def _check_dry(self, inputs: dict[str, Tree], mode: bool | None) -> None:
+        """What would be computed, by a model that there is no room for."""
+        assert self.graph is not None
+        model = self.graph.model
+        for is_training in dict.fromkeys((mode, False)):
+            try:
+                with as_it_was(model):
+                    faults = faults_of_stages(self.graph, self.routes, inputs, is_training)
+            except Exception as error:
+                log.info(
+                    "the stages are not compared with the model: there is too little memory to "
+                    "compute, and what it would compute depends on values (%s)",
+                    error,
+                )
+                return
+            if faults:
+                raise ModelError(_told(model, faults, "would compute the batch"))
 
     def _compare_losses(self, samples: Samples, mode: bool | None) -> None:
         """Tells of a loss that is another one of micro-batches, which nobody else would."""
@@ -212,7 +226,7 @@ class Comparison:
             raise
         except Exception:  # the model's own fault, or too few samples: the first step will tell
             return False
-        borders = Borders(_names_by_memory(model))
+        borders = Borders(names_by_memory(model))
         try:
             in_stages = _outcome_of_stages(self.graph, self.routes, samples, goes_back, borders)
             faults = [alone.difference(in_stages)]
@@ -237,11 +251,13 @@ class Comparison:
         return True
 
 
-def _told(model: nn.Module, faults: Sequence[str]) -> str:
+def _told(
+    model: nn.Module, faults: Sequence[str], did: str = "computed the first samples of the batch"
+) -> str:
     what = type(model).__name__
     shown = "\n".join(f"  {fault}" for fault in faults if fault)
     return (
-        f"{what} in stages is not {what}. Both computed the first samples of the batch, and:\n"
+        f"{what} in stages is not {what}. Both {did}, and:\n"
         f"{shown}\nSomething that {what} does is not seen by torch.fx, or reaches over a cut. "
         + WAYS_OUT
     )
@@ -312,11 +328,6 @@ def _forget_gradients(model: nn.Module) -> None:
         weight.grad = None
 
 
-def _names_by_memory(model: nn.Module) -> dict[int, str]:
-    named = [*model.named_buffers(), *model.named_parameters()]
-    return {memory_of(tensor): name for name, tensor in named}
-
-
 # -- samples and values ----------------------------------------------------------------------------
 
 
@@ -380,6 +391,8 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _has_room(model: nn.Module) -> bool:
-    """For another set of weights, and two of gradients."""
-    needed = 3 * sum(weight.nbytes for weight in model.parameters())
-    return bool(needed <= ROOM * psutil.virtual_memory().available)
+    """For another set of weights, and two of gradients; on meta there are none yet."""
+    size = sum(weight.nbytes for weight in model.parameters())
+    if is_on_meta(model) and size > MADE_BYTES:
+        return False
+    return bool(3 * size <= ROOM * psutil.virtual_memory().available)

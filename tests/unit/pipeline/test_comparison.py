@@ -54,7 +54,6 @@ def compare(
     for row in [[cut] for cut in range(1, len(graph.units))] if cuts is None else [cuts]:
         plan = Plan(stages=len(row) + 1, loss=loss)
         made = Comparison.of(graph, route(graph, row), plan, is_here=True)
-        assert made is not None
         made.check({graph.inputs[0]: x}, y, mode)
 
 
@@ -387,7 +386,6 @@ def test_parameters_that_a_forward_changes_are_put_back(num_stages: int, microba
     plan = Plan(stages=num_stages, loss=loss, microbatches=microbatches)
     cuts = list(range(1, num_stages))
     made = Comparison.of(graph, route(graph, cuts), plan, is_here=True)
-    assert made is not None
     made.check({graph.inputs[0]: rows()}, y, None)
     assert (model[1].calls, loss.calls) == (0, 0)
     assert y.eq(1).all()
@@ -399,7 +397,6 @@ def test_a_loss_alone_with_its_model_is_not_called_beforehand() -> None:
     graph = read(nn.Sequential(square(), square()))
     plan = Plan(stages=1, loss=lambda o, y: F.mse_loss(o, y) * next(calls))
     made = Comparison.of(graph, route(graph, []), plan, is_here=True)
-    assert made is not None
     made.check({graph.inputs[0]: rows()}, torch.ones(8, 6), None)
     assert next(calls) == 0
 
@@ -460,7 +457,6 @@ def test_a_target_that_is_none_is_no_reason_not_to_compare(target: Any) -> None:
     graph = read(model)
     plan = Plan(stages=2, loss=F.mse_loss)
     made = Comparison.of(graph, route(graph, [2]), plan, is_here=True)
-    assert made is not None
     with pytest.raises(ModelError, match=r"0\.weight, which is not in that stage"):
         made.check({graph.inputs[0]: rows()}, target, None)
 
@@ -670,12 +666,18 @@ SAME: dict[Callable[[], nn.Module], tuple[int, ...]] = {
 
 
 @pytest.mark.parametrize("mode", [None, True, False], ids=["as it came", "train", "eval"])
+@pytest.mark.parametrize("room", [comparison.ROOM, 0.0], ids=["computed", "dry"])
 @pytest.mark.parametrize(
     ("make", "shape"), SAME.items(), ids=lambda it: getattr(it, "__name__", "")
 )
 def test_the_same_model_passes_and_is_as_before(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], mode: bool | None
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    room: float,
+    mode: bool | None,
 ) -> None:
+    monkeypatch.setattr(comparison, "ROOM", room)
     model = make()
     before, plain = copy.deepcopy(model), [dict(vars(each)) for each in model.modules()]
     dice = torch.random.get_rng_state()
@@ -727,36 +729,81 @@ def test_a_model_that_never_does_the_same_cannot_be_compared(
 def test_a_model_that_fails_is_left_to_its_first_step() -> None:
     graph = read(nn.Sequential(square(), nn.Linear(WIDTH + 1, 2)))
     made = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True)
-    assert made is not None
     made.check({graph.inputs[0]: rows()}, None, None)
 
 
-def test_without_room_nothing_is_compared(
+@pytest.mark.parametrize(
+    ("make", "words"),
+    {
+        ByDict: "aten.mul.Tensor, a step of the model, is none of the stages",
+        ByDtype: "aten.tanh.default, a step of the model",
+        ByNone: "a step of the model",
+        ByMatch: "a step of the model",
+        ByFailing: "aten.div.Tensor, a step of the model",
+        SumOfWeights: "a step of the model",
+        parametrized: "stage 1 computes with 0.weight, which is not in that stage",
+    }.items(),
+    ids=lambda it: getattr(it, "__name__", ""),
+)
+def test_without_room_it_is_compared_what_would_be_computed(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], words: str
+) -> None:
+    monkeypatch.setattr(comparison, "ROOM", 0.0)
+    with pytest.raises(ModelError, match="in stages is not") as caught:
+        compare(make())
+    assert words in str(caught.value)
+    assert "Both would compute the batch" in str(caught.value)
+    assert f"{__file__}:" in str(caught.value)
+
+
+def test_another_buffer_is_found_without_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Means(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("means", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            self.means.add_(h.detach().mean(0) if x.dtype is torch.float32 else h.detach().sum(0))
+            return self.b(torch.tanh(h))
+
+    monkeypatch.setattr(comparison, "ROOM", 0.0)
+    with pytest.raises(ModelError, match="the buffer means comes about otherwise"):
+        compare(Means(), [5])
+
+
+def test_without_room_and_by_its_values_a_model_is_not_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(comparison, "ROOM", 0.0)
     with caplog.at_level(logging.INFO):
-        compare(ByDict(), [1])
-    assert "too little memory" in caplog.text
+        compare(nn.Sequential(square(), Stands(), square()), [1])
+    assert "there is too little memory to compute" in caplog.text
 
 
 def test_a_small_model_on_meta_is_made_to_be_compared() -> None:
     """On the rank that compares, and only there."""
     graph = read(as_module(ByDict))
     made = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True)
-    assert made is not None
     with pytest.raises(ModelError, match="the output differs"):
         made.check({graph.inputs[0]: rows()}, None, None)
     assert all(weight.is_meta for weight in graph.model.parameters())
     other = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=False)
-    assert other is not None
     assert other.graph is None
 
 
-def test_a_large_model_on_meta_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_on_meta_is_compared_without_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("it is made")
+
     monkeypatch.setattr(comparison, "MADE_BYTES", 100)
+    monkeypatch.setattr(comparison, "materialise", refuse)
     graph = read(as_module(ByDict))
-    assert Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True) is None
+    made = Comparison.of(graph, route(graph, [1]), Plan(stages=2), is_here=True)
+    with pytest.raises(ModelError, match="the output comes about otherwise"):
+        made.check({graph.inputs[0]: rows()}, None, None)
 
 
 # -- losses of micro-batches -----------------------------------------------------------------------
@@ -797,7 +844,6 @@ def test_a_loss_that_is_another_one_of_micro_batches_is_told(
     graph = read(model)
     plan = Plan(stages=2, loss=loss, reduction=reduction, microbatches=microbatches)
     made = Comparison.of(graph, route(graph, [1]), plan, is_here=True)
-    assert made is not None
     with caplog.at_level(logging.WARNING):
         made.check({graph.inputs[0]: rows()}, torch.tensor([1, -100, 2, 4] * 2), None)
     assert ("with several micro-batches another model" in caplog.text) == (
