@@ -40,7 +40,11 @@ def as_module(model: Model, seed: int = 0, example: Tree = None) -> nn.Module:
         what = getattr(model, "__name__", str(model))
         with weights_on_meta() as beginnings, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = model()
+            try:
+                made = model()
+            except Exception as error:
+                beginnings.check_error(error, what)
+                raise
             if not isinstance(made, nn.Module | list | tuple):
                 raise ModelError(
                     f"{what} gave {kind_of(made)}; it must give an nn.Module or a list of layers."

@@ -41,9 +41,11 @@ def weights_on_meta() -> Iterator[Beginnings]:
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or is_lazy(parameter) or not _reset_of(module):
             return None
-        if parameter not in on_meta and not parameter.is_meta:
+        if parameter not in on_meta and not beginnings.knows(parameter):
             needs = parameter.requires_grad
-            on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=needs)
+            made = nn.Parameter(parameter.detach().to("meta"), requires_grad=needs)
+            # What is on meta by itself may have been made of other weights, as by zeros_like().
+            on_meta[parameter] = parameter if parameter.is_meta else made
             is_other = module._parameters.get(name) is not None
             beginnings.add(on_meta[parameter], is_other=is_other)
         return on_meta.get(parameter)
@@ -77,12 +79,17 @@ class Beginnings:
     """Who gives weights on meta the values that they begin with: all but `_RESETS` is lost."""
 
     def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
         self._given: dict[int, bool] = {}
         """By the memory of a weight: whether its layer's reset_parameters() has given it values."""
         self._lost: list[Line | None] = []
 
+    def knows(self, weight: nn.Parameter) -> bool:
+        return weight in self._known
+
     def add(self, weight: nn.Parameter, *, is_other: bool) -> None:
         """is_other: its layer had one in its place."""
+        self._known[weight] = True
         self._given[memory_of(weight)] = False
         if is_other:
             self.note(weight)
@@ -106,21 +113,41 @@ class Beginnings:
 
     def check(self, model: nn.Module, what: str) -> None:
         """Raises ModelError where `model`, made by `what`, would begin otherwise."""
-        lost = [f"\n  {line}" for line in dict.fromkeys(self._lost) if line]
-        for name, weight in model.named_parameters() if not self._lost else []:
-            if not self._given.get(memory_of(weight), True):
-                lost.append(f"\n  {name}, which its layer's reset_parameters() leaves as it is")
-        for name, buffer in model.named_buffers() if not self._lost else []:
-            if buffer.is_meta:
-                lost.append(f"\n  {name}, a buffer that is made of weights")
-        if lost or self._lost:
-            raise ModelError(
-                f"{what} gives its weights values that would be lost: what makes a model is called "
-                "without memory for weights, and each layer then begins with its own "
-                f"reset_parameters().{''.join(lost)}\n"
-                "Ways out: give the model itself instead of what makes it; or let the "
-                "reset_parameters() of the layer that has these weights give them their values."
-            )
+        if self._lost:
+            raise self._fault(what, [])
+        resets = {path: _reset_of(layer) for path, layer in model.named_modules()}
+        faults = []
+        for name, weight in model.named_parameters():
+            if not resets[name.rpartition(".")[0]] and weight.is_meta:
+                faults.append(
+                    f"{name}, which is made of weights; its layer has no reset_parameters()"
+                )
+            elif not self._given.get(memory_of(weight), True):
+                faults.append(f"{name}, which its layer's reset_parameters() leaves as it is")
+        faults += [
+            f"{name}, a buffer that is made of weights"
+            for name, buffer in model.named_buffers()
+            if buffer.is_meta
+        ]
+        if faults:
+            raise self._fault(what, faults)
+
+    def check_error(self, error: Exception, what: str) -> None:
+        """Raises ModelError where it is raised because weights have no values."""
+        if self._lost or "meta" in str(error) or "incompatible tensor type" in str(error):
+            text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise self._fault(what, [text]) from error
+
+    def _fault(self, what: str, faults: list[str]) -> ModelError:
+        lines = [str(line) for line in dict.fromkeys(self._lost) if line]
+        shown = [f"\n  {each}" for each in [*lines, *faults]]
+        return ModelError(
+            f"{what} gives its weights values that would be lost: what makes a model is called "
+            "without memory for weights, and each layer then begins with its own "
+            f"reset_parameters().{''.join(shown)}\n"
+            "Ways out: give the model itself instead of what makes it; or let the "
+            "reset_parameters() of the layer that has these weights give them their values."
+        )
 
 
 def _resetting(frame: FrameType) -> nn.Module | None:

@@ -167,6 +167,8 @@ class WatchingWrites(TorchFunctionMode):
             self._asked(args[0])
         if isinstance(kwargs.get("generator"), torch.Generator):
             self._draws()
+        if func == _IS_META and sys._getframe(1).f_code.co_filename == nn.init.__file__:
+            self._told(args[0], args)  # some of torch's initialisations do nothing on meta
         given = (*args, *kwargs.values())  # torch.nn.init gives its tensor by name
         written = [*(given[:1] if _writes(func) else ()), kwargs.get("out")]
         for each in written:
@@ -177,6 +179,7 @@ class WatchingWrites(TorchFunctionMode):
 
 
 _ASKS = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _OTHER_WRITES = frozenset({torch.Tensor.__setitem__, torch.Tensor.data.__set__})  # type: ignore[attr-defined]
 

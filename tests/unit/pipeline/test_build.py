@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from shoal.errors import ModelError
 from shoal.pipeline.build import as_module, check_stages, check_state
@@ -448,6 +449,30 @@ def replaced(model: nn.Sequential) -> None:
     model[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))  # here
 
 
+def truncated(model: nn.Sequential) -> None:
+    nn.init.trunc_normal_(model[0].weight, std=0.02)  # here
+
+
+def orthogonal(model: nn.Sequential) -> None:
+    nn.init.orthogonal_(model[0].weight)  # here
+
+
+def sparse(model: nn.Sequential) -> None:
+    nn.init.sparse_(model[0].weight, 0.5)  # here
+
+
+def like_it(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))  # here
+
+
+def turned(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.data.t())  # here
+
+
+def by_its_data(model: nn.Sequential) -> None:
+    model[0].weight.data = torch.ones(WIDTH, WIDTH)  # here
+
+
 def loaded(model: nn.Sequential) -> None:
     model.load_state_dict(nn.Sequential(square(), nn.ReLU()).state_dict())  # here
 
@@ -469,7 +494,71 @@ class FromOutside(nn.Module):
         nn.init.zeros_(self.inner.weight)
 
 
-@pytest.mark.parametrize("init", [constant, by_data, a_row, applied, replaced, loaded, copied])
+@pytest.mark.parametrize(
+    ("reparametrize", "words"),
+    [
+        (parametrizations.weight_norm, "weight.original0, which is made of weights; its layer has"),
+        (parametrizations.orthogonal, "cannot be called on meta tensors"),
+        (parametrizations.spectral_norm, "would be lost"),
+        (nn.utils.weight_norm, "0.weight_g, which its layer's reset_parameters() leaves as it is"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_weights_that_are_made_of_weights_are_told(reparametrize: Any, words: str) -> None:
+    """When the model is made, on every rank; not by the rank that would have them."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(square(), nn.ReLU())
+        reparametrize(model[0])
+        return model
+
+    with pytest.raises(ModelError, match="give the model itself") as caught:
+        as_module(make)
+    assert words in str(caught.value)
+
+
+def test_an_error_of_ones_own_is_not_about_weights() -> None:
+    def make() -> nn.Module:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        as_module(make)
+
+
+def test_layers_that_are_on_meta_by_themselves_begin_as_all_others() -> None:
+    class Truncated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            nn.init.trunc_normal_(self.weight, std=0.02)
+
+    model = as_module(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta"), Truncated()))
+    materialise(model, 0, torch.device("cpu"))
+    assert 0.1 < model[0].weight.std() < 0.3
+    assert 0.01 < model[1].weight.std() < 0.03
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        constant,
+        by_data,
+        a_row,
+        applied,
+        replaced,
+        truncated,
+        orthogonal,
+        sparse,
+        like_it,
+        turned,
+        by_its_data,
+        loaded,
+        copied,
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*is a no-op.*")
 def test_values_that_would_be_lost_on_meta_are_told(init: Callable[[nn.Sequential], None]) -> None:
     def make() -> nn.Module:
