@@ -930,6 +930,36 @@ def test_a_tuple_whose_elements_are_used_often() -> None:
             check_same(model, [first, second], {"x": x_of(5, WIDTH)})
 
 
+@pytest.mark.parametrize(
+    "step", range(5), ids=["rows", "columns", "unbind", "stack", "all but one"]
+)
+def test_values_that_begin_elsewhere_than_memory_does(step: int) -> None:
+    """What computes with vectors may take another way there, and sum in another order."""
+    steps: list[Callable[[Tensor], Any]] = [
+        lambda v: v[1:],
+        lambda v: v[:, 1:],
+        lambda v: v.view(13, 3, 10).unbind(1)[1],
+        lambda v: torch.stack([v[:, :10], v[:, 10:20]])[1],
+        lambda v: v.flatten()[1:].view(1, -1)[:, :380].view(-1, 10),
+    ]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 30), nn.LazyLinear(10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            v = steps[step](self.a(x))
+            return self.b(v) * v.flatten()[5:15] + v.mean()
+
+    torch.manual_seed(0)
+    model = Net()
+    model(x_of(13, 6))
+    for cut in range(1, len(read(model).units)):
+        for seed in range(3):
+            check_same(model, [cut], {"x": x_of(13, 6, seed=seed)})
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_transposed_values_and_gradients(cut: int) -> None:
     """How a tensor lies in memory decides in which order its sums are made."""
