@@ -156,7 +156,7 @@ class JoinedCrew(Crew):
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: nn.Module | Pipeline,
         dataset: Dataset[Any],
         batch_size: int = 512,
         loss: Loss = loss_of,

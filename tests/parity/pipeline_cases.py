@@ -563,6 +563,22 @@ def case_a_part_that_is_put_into_eval_before_there_is_a_stage(crew: shoal.Joined
     assert alone.norm.num_batches_tracked == 0
 
 
+def case_evaluating_by_the_crew(crew: shoal.JoinedCrew) -> None:
+    """Also before the first step, when there are no stages yet."""
+    alone = oddities(0.5).eval()
+    together = Together(crew, oddities(0.5), schedule="1f1b", microbatches=2)
+    ((x, y),) = batches_of_rows([11])
+    with torch.no_grad():
+        expected = F.cross_entropy(alone(x), y)
+    for was_training in (True, False):
+        together.pipe.train(was_training)
+        rows = TensorDataset(x, y)
+        found = crew.evaluate(together.pipe, rows, batch_size=4, loss=F.cross_entropy)
+        torch.testing.assert_close(torch.tensor(found.loss), expected, check_dtype=False)
+        assert found.samples == 11
+        assert together.pipe.training == was_training
+
+
 def case_what_is_random_and_not_in_the_state_is_rank_0s(crew: shoal.JoinedCrew) -> None:
     """As its weights are, where ranks have other seeds."""
     batches = batches_of_rows([8] * 5)

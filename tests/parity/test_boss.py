@@ -39,6 +39,7 @@ from shoal.boss.boss import Boss
 from shoal.boss.orders import Forward
 from shoal.boss.placed import PlacedModel
 from shoal.cli.main import app
+from shoal.errors import WorkerError
 from shoal.pipeline.build import as_module
 from shoal.pipeline.meta import materialise
 from shoal.train.models import zoo
@@ -159,6 +160,35 @@ def test_nets_with_all_that_can_cross_a_cut(boss: Boss, name: str) -> None:
     optimizer = torch.optim.SGD(trainable(alone), **options)
     assert losses == train(alone, optimizer, job.batches(), job.loss)
     assert_same(model, alone)
+
+
+class Checking(nn.Module):
+    """Checks its input, and asks it for its device early and late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.size(1) != 6:
+            raise ValueError("six columns")
+        device, dtype = x.device, x.dtype
+        h = torch.tanh(self.a(x + torch.ones(6, device=device)))
+        return self.c(torch.tanh(self.b(h)) * torch.full((6,), 2.0, device=device, dtype=dtype))
+
+
+def test_checks_and_devices(boss: Boss) -> None:
+    alone = seeded(Checking)
+    model = boss.place(copy.deepcopy(alone))
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(7, 6, generator=generator) for _ in range(2 * STEPS)]
+    batches = list(zip(rows[::2], rows[1::2], strict=True))
+    optimizer = boss.optimizer(torch.optim.SGD, lr=0.1)
+    losses = train(model, optimizer, batches, F.mse_loss)
+    assert losses == train(alone, torch.optim.SGD(alone.parameters(), 0.1), batches, F.mse_loss)
+    assert_same(model, alone)
+    with pytest.raises(WorkerError, match=r"Checking\.forward refuses this batch: if x\.size"):
+        model(torch.randn(2, 5))
 
 
 def test_a_list_of_layers_as_it_stands(boss: Boss) -> None:

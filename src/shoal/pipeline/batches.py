@@ -37,6 +37,11 @@ class Batches:
 
     def targets(self, y: Tree, parts: Sequence[Share]) -> list[Tree]:
         """Of each micro-batch."""
+        if y is None:
+            raise ModelError(
+                "y is None on the rank of the last stage, where the loss is made. For a loss that "
+                "needs no target, give any tensor with as many samples, such as x."
+            )
         samples = micro_batches.num_samples(y, "y")
         if samples != parts[0].total:
             raise ModelError(

@@ -244,6 +244,10 @@ class Pipeline:
         """This rank's."""
         return self.module.parameters()
 
+    @property
+    def training(self) -> bool:
+        return self._given_mode if self._stage is None else self._stage.module.training
+
     def train(self, mode: bool = True) -> Self:
         self._mode = mode
         given = self._given()

@@ -15,19 +15,20 @@ from shoal.layout import Share
 from shoal.pipeline import micro_batches
 from shoal.pipeline.graph import Graph, attribute, place_of, shared, tensors_held
 from shoal.pipeline.in_place import changed_in_place
+from shoal.pipeline.kinds import crosses
 from shoal.pipeline.lone_step import DoesNotFit, if_it_fitted, leaves, size_of, timed, tried
 from shoal.pipeline.meta import is_on_meta
 from shoal.pipeline.partition import Costs, Unit, Value, cut, cut_for_turns, places_in
 from shoal.pipeline.play import refine
 from shoal.pipeline.schedule import Schedule
-from shoal.wire.tree import Tree, arrives_as_it_is, detached, tensors_of
+from shoal.wire.tree import Tree, detached, tensors_of
 
 PASSES = 3
 """What disturbs for a while hits all repeats of a step alike, and not every pass over them all."""
 ENOUGH_S = 2.0
 """A further pass begins only before."""
 UNSENDABLE = -1
-"""In place of a size: a dtype, a named tuple, or what else no message holds."""
+"""In place of a size: a named tuple, or what else no message holds."""
 
 
 def choose_cuts(
@@ -194,7 +195,7 @@ def _value(tree: Tree, made_by: int, used_by: Sequence[int], *, has_gradient: bo
     return Value(
         made_by,
         tuple(used_by),
-        size_of(tree) if arrives_as_it_is(tree) else UNSENDABLE,
+        size_of(tree) if crosses(tree) else UNSENDABLE,
         has_gradient and any(t.is_floating_point() for t in tensors_of(tree).values()),
     )
 

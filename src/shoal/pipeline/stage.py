@@ -7,6 +7,7 @@ begins with.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.pipeline import kinds
 from shoal.pipeline.graph import Graph
 from shoal.pipeline.late import Late, Place
 from shoal.pipeline.lying import Lying, as_it_lay, as_sent, packed, unpacked
@@ -29,7 +31,7 @@ from shoal.pipeline.split import (
     values_made,
 )
 from shoal.wire.front import SMALL_BYTES
-from shoal.wire.tree import Tree, arrives_as_it_is, tensors_of, with_tensors
+from shoal.wire.tree import Tree, tensors_of, with_tensors
 
 Gradients = dict[str, list[Tree]]
 """By value: of its tensors that need one, in order, as `packed` makes them."""
@@ -190,11 +192,20 @@ class Stage:
         for source, parcel in arrived.items():
             ports = self.routes.between(source, self.number)
             for (value, _), content in zip(ports, parcel, strict=True):
+                if isinstance(content, dict):
+                    self._names[value] = value
+                    found[value] = kinds.read(content, self._device(arrived))
+                    continue
                 is_name = isinstance(content, str)
                 self._names[value] = name = content if is_name else _name_in(content, value)
                 if not is_name and name not in found:
                     found[name], kept.came[name] = arrivals_of(*content[:3])
         return {value: found[name] for value, name in self._names.items()}
+
+    def _device(self, arrived: dict[int, Tree]) -> torch.device:
+        came = tensors_of(list(arrived.values())).values()
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers(), came)
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def _note_names(self, came: dict[str, Tree], made: dict[str, Tree]) -> None:
         first: dict[tuple[str, int], str] = {}
@@ -228,7 +239,7 @@ class Stage:
         is float) goes by that one's name: once, and with one gradient.
         """
         names = [port.value for port in self.routes.between(self.number, target)]
-        if odd := [name for name in names if not arrives_as_it_is(made[name])]:
+        if odd := [name for name in names if not kinds.crosses(made[name])]:
             raise ModelError(
                 f"{odd[0]} is a {type(made[odd[0]]).__name__}, or has one in it, and would not "
                 f"arrive as such in stage {target}, which uses it: only tensors, plain values, "
@@ -344,6 +355,8 @@ def _content(tree: Tree, name: str, value: str) -> Tree:
 
     And its name, where that is another one's than the value's.
     """
+    if kind := kinds.written(tree):
+        return kind
     tensors = tensors_of(tree)
     sent = {path: as_sent(tensor.detach()) for path, tensor in tensors.items()}
     content = [

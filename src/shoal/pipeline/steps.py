@@ -24,6 +24,7 @@ from torch import fx, nn
 from shoal.errors import ModelError
 from shoal.pipeline import known, literals
 from shoal.pipeline.literals import Build, NotPlain
+from shoal.pipeline.nodes import line_of
 from shoal.pipeline.staged import Stubborn, set_stubborn
 
 MAX_STEPS = 100_000
@@ -77,8 +78,8 @@ def _target_faults(node: fx.Node, target: str) -> list[str]:
         has_name = isinstance(called, FunctionType | type)
         name = f"{called.__module__}.{called.__qualname__}" if has_name else str(called)
         return [
-            f"{name} is no operation that workers know: those of torch, operator and math are. "
-            "Write it with those, or inside a module that is kept whole."
+            f"{name} is no operation that workers know; most of torch, operator and math are. "
+            f"Write it with those, or inside a module that is kept whole.{line_of(node)}"
             if not isinstance(called, type)
             else f"workers make no {name}. Let forward() return a tuple or a dict."
         ]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
+from shoal.pipeline.pipeline import Pipeline
 from shoal.train.loader import Loader
 from shoal.train.task import Means, Tally, as_pair, loss_of, means
 
@@ -18,7 +19,7 @@ Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def evaluate(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     dataset: Dataset[Any],
     crew: Crew,
     batch_size: int = EVALUATION_BATCH,
@@ -28,6 +29,8 @@ def evaluate(
 
     `loss` must be a mean over samples. The model is left in the mode it was in.
     """
+    if isinstance(model, Pipeline):
+        return _of_pipeline(model, dataset, crew, batch_size, loss)
     was_training = model.training
     share_before = crew.share
     tally = Tally(crew.device)
@@ -42,4 +45,26 @@ def evaluate(
     finally:
         model.train(was_training)
         crew.share = share_before
+    return means(tally.total(crew))
+
+
+def _of_pipeline(
+    pipe: Pipeline, dataset: Dataset[Any], crew: Crew, batch_size: int, loss: Loss
+) -> Means:
+    """Counted where the output is."""
+    was_training = pipe.training
+    place = pipe.place
+    share_before = place.share
+    tally = Tally(crew.device)
+    batch_size = max(batch_size, place.size)
+    pipe.eval()
+    try:
+        for x, y in map(as_pair, Loader(dataset, place, batch_size=batch_size, shuffle=False)):
+            output = pipe(x, everywhere=False)
+            assert place.share is not None
+            if pipe.is_last:
+                tally.add(loss(output, y), output, y, place.share.size)
+    finally:
+        pipe.train(was_training)
+        place.share = share_before
     return means(tally.total(crew))

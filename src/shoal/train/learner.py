@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 from shoal.crew import Crew
 from shoal.pipeline.pipeline import Pipeline
 from shoal.replicate import Replica
-from shoal.train.evaluate import EVALUATION_BATCH, evaluate
-from shoal.train.loader import Loader, Sharer
-from shoal.train.task import Means, Tally, as_pair, loss_of, means
+from shoal.train.evaluate import evaluate
+from shoal.train.loader import Sharer
+from shoal.train.task import Means, Tally, loss_of
 
 
 class Learner(Protocol):
@@ -109,16 +109,7 @@ class PipelineLearner:
             self._tally.add(loss, output, target, samples)
 
     def evaluate(self, dataset: Dataset[Any]) -> Means:
-        tally = Tally(self._crew.device)
-        place = self._pipe.place
-        batch_size = max(EVALUATION_BATCH, place.size)
-        self._pipe.eval()
-        for x, y in map(as_pair, Loader(dataset, place, batch_size=batch_size, shuffle=False)):
-            output = self._pipe(x, everywhere=False)
-            assert place.share is not None
-            if self._pipe.is_last:
-                tally.add(loss_of(output, y), output, y, place.share.size)
-        return means(tally.total(self._crew))
+        return evaluate(self._pipe, dataset, self._crew)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._pipe.state_dict()

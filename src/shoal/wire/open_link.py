@@ -35,6 +35,8 @@ from shoal.wire.zmq_sockets import Card
 TRANSPORTS = ("zmq", "dist", "memory")
 LEAST_S = 0.1
 """Nobody answers sooner on a busy machine."""
+LEAST_SILENCE_S = 3.0
+"""A busy machine may be silent for so long, whatever is waited for."""
 T = TypeVar("T")
 
 
@@ -49,9 +51,14 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     """The longest wait, where a wait is not told otherwise."""
     hung_s: float = 10.0
-    """Who gave no sign of life for so long is lost."""
+    """Who gave no sign of life for so long is lost; see `silent_s`."""
     limit_bytes: int = DEFAULT_LIMIT_BYTES
     """The largest message that is taken."""
+
+    @property
+    def silent_s(self) -> float:
+        """`hung_s`, but shorter where waits are: who is frozen is to be named, not waited for."""
+        return min(self.hung_s, max(LEAST_SILENCE_S, 0.75 * self.timeout_s))
 
 
 def open_link(crew: Crew, transport: str, settings: LinkSettings) -> Link:
@@ -99,7 +106,7 @@ def _listen(crew: Crew, settings: LinkSettings) -> ZmqLink:
         insecure=settings.insecure,
         timeout_s=settings.timeout_s,
         limit_bytes=settings.limit_bytes,
-        hung_s=settings.hung_s,
+        hung_s=settings.silent_s,
     )
 
 
@@ -117,7 +124,7 @@ def _open_dist(crew: Crew, settings: LinkSettings) -> Link:
         crew.size,
         timeout_s=settings.timeout_s,
         limit_bytes=settings.limit_bytes,
-        hung_s=settings.hung_s,
+        hung_s=settings.silent_s,
     )
     if crew.size > 1:
         with _closed_on_failure(link):

@@ -619,7 +619,7 @@ def test_steps_that_are_no_operations_all_at_once() -> None:
     with pytest.raises(ModelError) as caught:
         to_data(StageModule(Foreign(), graph))
     here = __name__
-    known = "is no operation that workers know: those of torch, operator and math are. Write it "
+    known = "is no operation that workers know; most of torch, operator and math are. Write it "
     way = "with those, or inside a module that is kept whole."
     assert caught.value.faults == [
         f"step wrapped: {here}.wrapped {known}{way}",

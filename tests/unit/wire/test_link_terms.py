@@ -9,6 +9,7 @@ import torch
 
 import shoal
 from shoal.errors import WireError
+from shoal.wire.open_link import LinkSettings
 from shoal.wire.terms import check_places
 
 
@@ -30,6 +31,14 @@ from shoal.wire.terms import check_places
 def test_numbers_that_make_no_sense(transport: str, wrong: dict[str, Any], told: str) -> None:
     with shoal.join() as crew, pytest.raises(WireError, match=told):
         crew.link(transport, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "silent_s"), [(300.0, 10.0), (8.0, 6.0), (4.0, 3.0), (0.5, 3.0)]
+)
+def test_who_is_frozen_is_named_before_a_wait_is_over(timeout_s: float, silent_s: float) -> None:
+    assert LinkSettings(timeout_s=timeout_s).silent_s == silent_s
+    assert LinkSettings(timeout_s=timeout_s, hung_s=0.5).silent_s == 0.5
 
 
 @pytest.mark.parametrize(
