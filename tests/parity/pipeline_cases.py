@@ -14,6 +14,8 @@ import ctypes
 import functools
 import gc
 import json
+import logging
+import random
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import pipeline_oddities
 import torch
 import torch.nn.functional as F
@@ -48,7 +51,7 @@ from pipeline_nets import (
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.joined import JoinedPipeline
@@ -577,6 +580,59 @@ def case_evaluating_by_the_crew(crew: shoal.JoinedCrew) -> None:
         torch.testing.assert_close(torch.tensor(found.loss), expected, check_dtype=False)
         assert found.samples == 11
         assert together.pipe.training == was_training
+
+
+def case_what_a_script_draws_is_the_same_on_all_stages(crew: shoal.JoinedCrew) -> None:
+    """Whatever seed it had: a plain DataLoader shuffles alike on the ranks of x and of y."""
+    model = oddities(0.5)
+    seed_all(SEED)
+    expected = drawn()
+    seed_all(SEED + crew.rank)
+    together = Together(crew, model, ODDITIES_CUTS, schedule="1f1b", microbatches=2)
+    assert drawn() == expected
+    together.run(batches_of_rows([8] * 2))
+    told = crew.exchange("drawn", drawn())
+    assert all(each == told[0] for each in told)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def drawn() -> list[Any]:
+    order = [int(i) for (i,) in DataLoader(TensorDataset(torch.arange(20)), shuffle=True)]
+    return [*order, *random.sample(range(50), 9), *numpy.random.permutation(9).tolist()]
+
+
+def case_another_target_on_the_first_rank_is_told(crew: shoal.JoinedCrew) -> None:
+    """Once. What is None there says nothing."""
+    together = Together(crew, oddities(0.0), ODDITIES_CUTS, schedule="1f1b", microbatches=2)
+    batches = batches_of_rows([8] * 4)
+    with logged() as lines:
+        for x, y in batches[:2]:
+            together.pipe.step(x, y)
+            together.step(x, y)
+        together.pipe.step(x, None if crew.rank == 0 else y)
+        assert not lines
+        for x, y in batches[2:]:
+            together.pipe.step(x, y.flip(0) if crew.rank == 0 else y)
+    assert len(lines) == (crew.rank == crew.size - 1)
+    assert all("is not that of rank" in line for line in lines)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package has to say meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("shoal").removeHandler(handler)
 
 
 def case_what_is_random_and_not_in_the_state_is_rank_0s(crew: shoal.JoinedCrew) -> None:

@@ -36,21 +36,22 @@ class Calls:
         """What tells the messages of this call from those of others."""
         return self._number % NUM_TURNS
 
-    def announce(self, what: str, samples: int, *, is_training: bool | None) -> None:
+    def announce(self, what: str, samples: int, *, is_training: bool | None, mark: int = 0) -> None:
         """In stage 0: a call begins, with a batch of so many samples.
 
-        is_training: None where it does not matter.
+        is_training: None where it does not matter. mark: of the target (alike.py).
         """
         self._begin()
         with together(self._link, what):
             for rank in self._ranks[1:]:
-                self._link.isend([what, self._number, samples, is_training], rank, "begin")
+                announced = [what, self._number, samples, is_training, mark]
+                self._link.isend(announced, rank, "begin")
 
-    def hear(self, what: str, *, is_training: bool | None) -> int:
-        """In all others: the samples of the batch with which this call begins."""
+    def hear(self, what: str, *, is_training: bool | None) -> tuple[int, int]:
+        """In all others: the samples of the batch with which this call begins, and its mark."""
         self._begin()
         with together(self._link, what):
-            announced = self._link.recv(self._ranks[0], "begin")
+            *announced, mark = self._link.recv(self._ranks[0], "begin")
         samples: int = announced[2]
         expected = [what, self._number, samples, is_training]
         if announced != expected:
@@ -58,7 +59,7 @@ class Calls:
                 f"rank {self._link.rank} does {_told(expected)}; rank {self._ranks[0]} does "
                 f"{_told(announced)}. Every rank must make the same calls of the pipeline."
             )
-        return samples
+        return samples, mark
 
     def begin(self, what: str) -> None:
         """In all: a call that has no batch. Who makes another one hears so at once."""

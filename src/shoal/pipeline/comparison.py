@@ -44,6 +44,8 @@ from shoal.wire.tree import Tree, tensors_of, with_tensors
 
 FEW = 4
 """Samples: more, up to a whole batch, only for a model that does not take so few."""
+SOME = 16
+"""Samples, from all over the batch, that tell what a loss counts by."""
 SPREAD = 0.01
 """How much other its weights are."""
 TOLERANCE = {
@@ -84,6 +86,11 @@ class Samples:
 
     def first(self, count: int) -> Samples:
         cut = [_first(each, count) for each in (self.inputs, self.target)]
+        return Samples(cut[0], cut[1], self.loss, self.reduction)
+
+    def spread(self, count: int) -> Samples:
+        """From the beginning of the batch to its end, which may be sorted."""
+        cut = [_spread(each, count) for each in (self.inputs, self.target)]
         return Samples(cut[0], cut[1], self.loss, self.reduction)
 
     def loss_of(self, output: Any) -> torch.Tensor | None:
@@ -171,7 +178,7 @@ class Comparison:
                         break
 
         if count > 1 and self.plan.microbatches > 1 and self.plan.schedule != "sequential":
-            self._compare_losses(replace(samples.first(FEW), loss=self.plan.loss), mode)
+            self._compare_losses(replace(samples.spread(SOME), loss=self.plan.loss), mode)
 
     def _check_dry(self, inputs: dict[str, Tree], mode: bool | None) -> None:
         """What would be computed, by a model that there is no room for."""
@@ -334,6 +341,15 @@ def _forget_gradients(model: nn.Module) -> None:
 def _first(tree: Tree, count: int) -> Tree:
     rows = {path: t[:count] if t.dim() else t for path, t in tensors_of(tree).items()}
     return with_tensors(tree, rows)
+
+
+def _spread(tree: Tree, count: int) -> Tree:
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        last, few = len(tensor) - 1, min(len(tensor), count)
+        return tensor[torch.linspace(0, last, few, device=tensor.device).long()]
+
+    found = {path: rows(t) if t.dim() else t for path, t in tensors_of(tree).items()}
+    return with_tensors(tree, found)
 
 
 def _disturb(model: nn.Module, spread: float) -> None:

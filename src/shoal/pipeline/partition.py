@@ -303,7 +303,9 @@ def places_in(
         names = ", ".join(f"{units[a].name!r} and {units[b].name!r}" for a, b in guilty)
         faults.append(
             f"{asked} units that share parameters or memory must be in one stage ({names}): "
-            f"{possible} {'stage is' if possible == 1 else 'stages are'} possible."
+            f"{possible} {'stage is' if possible == 1 else 'stages are'} possible. For more, "
+            "give each weights of its own (a head that is not tied to its embedding) and new "
+            "tensors instead of steps in place; or train replicas of the whole model."
         )
     return places, faults
 

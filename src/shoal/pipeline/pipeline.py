@@ -22,6 +22,7 @@ from shoal.crew import Crew
 from shoal.errors import ModelError, SettingsError
 from shoal.layout import Layout, Share
 from shoal.pipeline import micro_batches
+from shoal.pipeline.alike import SameTarget, draw_alike, mark_of
 from shoal.pipeline.batches import Batches
 from shoal.pipeline.build import (
     Model,
@@ -102,6 +103,7 @@ class Pipeline:
         self._mode: bool | None = None
         """What train() or eval() has said; None: every module is as it came."""
         self._calls = Calls(link, self._ranks)
+        self._same_target = SameTarget(self._ranks[0], self._ranks[-1])
         self._num_steps = 0
         self._is_trained = False
         self._is_accumulating = False
@@ -122,6 +124,7 @@ class Pipeline:
         check_stages(graph, plan.stages)
         crew.agree("how the model is trained", terms(plan))
         crew.agree("the model", outline(graph))
+        draw_alike(crew, link, self._ranks)
         inputs = list(zip(graph.inputs, graph.input_names, strict=True))
         self._batches = Batches(inputs, plan)
         shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
@@ -310,7 +313,7 @@ class Pipeline:
             )
         self.prepare(x)
         self._compare(x, y, goes_back=True)
-        parts, inputs = self._begin("step", x)
+        parts, inputs = self._begin("step", x, y)
         if not parts[0].total:
             raise ModelError("x: the batch is empty, so there is nothing to learn from.")
         self._num_steps += 1
@@ -400,18 +403,22 @@ class Pipeline:
             return float(self.layout.replicas) if self.place.share.size else 0.0
         return self.place.share.weight_over_mean(self.layout.replicas)
 
-    def _begin(self, what: str, x: Tree) -> tuple[list[Share], list[dict[str, Tree]]]:
+    def _begin(
+        self, what: str, x: Tree, y: Tree = None
+    ) -> tuple[list[Share], list[dict[str, Tree]]]:
         """The shares of the micro-batches and, in stage 0, their inputs."""
         is_training = self.module.training
         self._values.check()
         self._check_mode()
         if self.stage_number > 0:
             with self.timeline.span("wait"):
-                samples = self._calls.hear(what, is_training=is_training)
+                samples, mark = self._calls.hear(what, is_training=is_training)
+            if self.is_last and y is not None:
+                self._same_target.check(mark, y)
             return self._batches.parts(samples), []
         self._calls.check()
         named, parts = self._batches.inputs(x)
-        self._calls.announce(what, parts[0].total, is_training=is_training)
+        self._calls.announce(what, parts[0].total, is_training=is_training, mark=mark_of(y))
         return parts, micro_batches.split(named, parts)
 
     def _check_mode(self) -> None:

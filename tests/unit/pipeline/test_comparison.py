@@ -850,3 +850,16 @@ def test_a_loss_that_is_another_one_of_micro_batches_is_told(
         is_told and microbatches > 1
     )
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_loss_that_counts_otherwise_later_in_a_sorted_batch_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By length: the first samples have no padding."""
+    model = nn.Sequential(square(), square())
+    graph = read(model)
+    plan = Plan(stages=2, loss=lambda o, y: F.cross_entropy(o, y), microbatches=2)
+    made = Comparison.of(graph, route(graph, [1]), plan, is_here=True)
+    with caplog.at_level(logging.WARNING):
+        made.check({graph.inputs[0]: rows(40)}, torch.tensor([1] * 30 + [-100] * 10), None)
+    assert "with several micro-batches another model" in caplog.text

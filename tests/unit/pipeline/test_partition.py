@@ -279,7 +279,9 @@ def test_more_stages_than_places_to_cut() -> None:
 def test_shared_parameters_leave_too_few_stages_and_are_named() -> None:
     assert faults(row(1, 1, 1, 1), [], 3, together=[(0, 2), (1, 1)]) == [
         "3 stages were asked for, and units that share parameters or memory must be in one stage "
-        "('a' and 'c'): 2 stages are possible."
+        "('a' and 'c'): 2 stages are possible. For more, give each weights of its own (a head that "
+        "is not tied to its embedding) and new tensors instead of steps in place; or train "
+        "replicas of the whole model."
     ]
 
 
@@ -301,7 +303,7 @@ def test_every_fault_at_once() -> None:
     units = row(1, 1, 1, 1)
     units[3] = replace(units[3], can_begin=False)
     found = faults(units, [], 5, Costs(memory_bytes=[1]), together=[(0, 1)])
-    assert [fault.rpartition(": ")[2] for fault in found] == [
+    assert [fault.partition(" For more")[0].rpartition(": ")[2] for fault in found] == [
         "4 stages are possible.",
         "3 stages are possible.",
         "2 stages are possible.",
