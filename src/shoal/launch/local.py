@@ -180,9 +180,16 @@ class _Supervisor:
         cause = cause_of(self._ends)
         for rank in self._ranks:
             # Of several tracebacks only the cause's is shown; the others follow from it.
-            if cause is None or (rank.rank == cause.rank and self._listener.sees_all):
+            is_cause = cause is not None and rank.rank == cause.rank
+            if cause is None or (is_cause and self._listener.sees_all) or self._went_on(rank):
                 self._show_held(rank)
         return cause
+
+    def _went_on(self, rank: _Rank) -> bool:
+        """After a traceback to its end, which it has only logged then."""
+        rest = [line for line in rank.held[1:] if line.strip() and not line.startswith(b" ")]
+        is_alive_or_well = not rank.process.poll()
+        return bool(rest) and is_alive_or_well and not self._only_lost_a_peer(rank)
 
     def check(self) -> None:
         """Whether to go on."""

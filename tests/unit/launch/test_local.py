@@ -69,6 +69,28 @@ def test_a_rank_that_lost_a_peer_and_is_slow_to_end_is_not_the_cause(
     assert hidden[-1] == (0, b"shoal.errors.PeerLost: rank 1 has left\n")
 
 
+@pytest.mark.parametrize("lives_on", [True, False])
+def test_what_a_rank_has_logged_is_shown_when_another_fails(tmp_path: Path, lives_on: bool) -> None:
+    """It was held, as a traceback may be the rank's last words, and then not shown at all."""
+    logs = ECHO.replace(
+        "shoal.errors.PeerLost: rank 1 has left", "ValueError: never mind\\nand so on"
+    )
+    scripts = (logs if lives_on else logs.replace("signal.pause()", ""), CAUSE)
+    commands = [
+        RankCommand(
+            rank=rank,
+            argv=[sys.executable, "-S", "-c", script, str(tmp_path / "said")],
+            environment=os.environ,
+        )
+        for rank, script in enumerate(scripts)
+    ]
+    shown: list[bytes] = []
+    cause = run_ranks(commands, Listener(on_line=lambda rank, stream, line: shown.append(line)))
+    assert cause is not None
+    assert cause.rank == 1
+    assert {b"ValueError: never mind\n", b"and so on\n", b"ValueError: enough\n"} <= set(shown)
+
+
 def test_what_ranks_started_ends_even_if_a_signal_follows_an_error() -> None:
     """As on a host whose launcher was killed: the pipe breaks under what ranks say, and the same
     moment somebody notices that nobody is there any more."""
