@@ -179,7 +179,7 @@ class Checking(nn.Module):
 
 def test_checks_and_devices(boss: Boss) -> None:
     alone = seeded(Checking)
-    model = boss.place(copy.deepcopy(alone))
+    model = boss.place(copy.deepcopy(alone), cuts=["b", "c"])
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randn(7, 6, generator=generator) for _ in range(2 * STEPS)]
     batches = list(zip(rows[::2], rows[1::2], strict=True))

@@ -19,8 +19,8 @@ _ITSELF = frozenset(
         "chain_matmul", "chalf", "coalesce", "conj", "conj_physical", "contiguous", "cpu", "cuda",
         "dequantize", "double", "dropout", "dropout1d", "dropout2d", "dropout3d",
         "feature_alpha_dropout", "feature_dropout", "flatten", "float", "half", "identity",
-        "pin_memory", "pos", "positive", "real", "resolve_conj", "resolve_neg", "sum_to_size", "to",
-        "to_dense", "type", "type_as",
+        "pin_memory", "pos", "positive", "real", "requires_grad_", "resolve_conj", "resolve_neg",
+        "sum_to_size", "to", "to_dense", "type", "type_as",
     }
 )  # fmt: skip
 """Steps of torch that give back the first thing they were given where there is nothing to do."""

@@ -51,6 +51,8 @@ def changes_in_place(node: fx.Node, model: nn.Module) -> bool:
     if getattr(target, "__module__", "") == "_operator":
         return getattr(target, "__name__", "") in OPERATORS_IN_PLACE
     name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
+    if name == "requires_grad_":  # which leaves the values as they are
+        return False
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return True
     return bool(node.kwargs.get("inplace"))

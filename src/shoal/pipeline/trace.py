@@ -36,6 +36,20 @@ WAYS_OUT = (
     "Ways out: move that part into an nn.Module of its own (a module that cannot be read is kept "
     "whole, in one stage); or give the model as an nn.Sequential or a list of shoal.Layer."
 )
+_HINTS = {
+    "slice indices": "A plain tensor or list cannot be cut to a length that comes with the batch; "
+    "a buffer can: give the tensor to register_buffer in __init__",
+    "'len' is not supported": "Write x.size(0) instead of len(x)",
+    "cannot be interpreted as an integer": "A number that comes with the batch cannot count a "
+    "Python loop, nor choose from a list: take one that the model has (self.length)",
+    "cannot be iterated": "How many there will be is not known: name them (a, b = x.chunk(2)), "
+    "or take them by number (parts[0])",
+    "float() argument": "x.mean() can be computed with as it is, without float()",
+    "inputs to control flow": "A check can be read (assert x.dim() == 2, or if ...: raise) if it "
+    "is one comparison; write several one after the other, without and, or, in",
+    "AssertionError": "A check of its own fails while it is read, when nobody knows the value",
+}
+"""What to write instead, by what is said."""
 _IS_FIXED = "has been specialized to have value"
 """In what torch.fx says of inputs that were fixed."""
 
@@ -224,12 +238,9 @@ def _unreadable(model: nn.Module, error: Exception) -> str:
     if isinstance(error, Unseen):
         text = f"{what}.forward {error}: torch.fx does not see that, and it would be lost."
     else:
-        text = f"{what} cannot be read by torch.fx: {str(error) or type(error).__name__}"
-        if isinstance(error, TypeError) and "slice indices" in str(error):
-            text += (
-                ". A plain tensor or list cannot be cut to a length that comes with the batch; a "
-                "buffer can: give the tensor to register_buffer in __init__"
-            )
+        said = str(error).partition(". This can be attempted")[0] or type(error).__name__
+        text = f"{what} cannot be read by torch.fx: {said.replace('StepProxy', 'Proxy')}"
+        text += next((f". {hint}" for words, hint in _HINTS.items() if words in said), "")
     line = users_line(frames) or _line_of_forward(model)
     return "\n".join([text, *([f"  {line}"] if line else []), WAYS_OUT])
 

@@ -247,6 +247,10 @@ class StepProxy(fx.Proxy):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return StepAttribute(self, name)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """A step in place, as x.fill_ is."""
+        self.tracer.create_proxy("call_method", "__setitem__", (self, key, value), {})
+
 
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 """Attributes that are tensors: in which order values are used is that of their gradients' sum."""

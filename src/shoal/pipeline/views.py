@@ -19,9 +19,9 @@ VIEWS = frozenset(
         "alpha_dropout", "chunk", "contiguous", "detach", "diagonal", "double", "dropout",
         "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_alpha_dropout",
         "feature_dropout", "flatten", "float", "getattr", "getitem", "half", "identity", "movedim",
-        "narrow", "permute", "ravel", "reshape", "select", "split", "squeeze", "swapaxes", "t",
-        "tensor_split", "to", "transpose", "type", "unbind", "unflatten", "unsqueeze", "view",
-        "view_as",
+        "narrow", "permute", "ravel", "requires_grad_", "reshape", "select", "split", "squeeze",
+        "swapaxes", "t", "tensor_split", "to", "transpose", "type", "unbind", "unflatten",
+        "unsqueeze", "view", "view_as",
     }
 )  # fmt: skip
 """Steps that may give back the memory of the first thing that they were given, and of no other."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.pipeline.graph import Graph, cuts_at, read
+from shoal.pipeline.graph import Graph, check_shared, cuts_at, read
+from shoal.pipeline.in_place import check_in_place
 from shoal.pipeline.layer import Layer
 from shoal.pipeline.layers import model_of
 from shoal.pipeline.partition import Costs
@@ -884,6 +885,44 @@ def test_an_identity_that_does_something_is_a_step() -> None:
     twice.register_forward_hook(lambda module, args, output: 2 * output)
     for names in (["b", "c", "d"], ["step", "b"]):
         check_two_names(twice, names)
+
+
+class Assigns(nn.Module):
+    """To parts of what it makes, of a value, and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = square(), square(), square()
+        self.register_buffer("means", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.size(0), WIDTH)
+        h = self.a(x)
+        out[:, :4] = h[:, :4]
+        self.means[0] = h.detach().mean()
+        h = 2 * self.b(h)
+        h[h < 0] = 0.1
+        out[:, 4:] += h[:, 4:]
+        return self.c(out) + h + self.means.sum()
+
+
+def test_assignments_to_parts_of_tensors() -> None:
+    model = Assigns()
+    graph = read(model)
+    exact = 0
+    for cut in range(1, len(graph.units)):
+        try:
+            check_in_place(graph, [cut])
+            check_shared(graph, [cut])
+        except ModelError:
+            continue
+        check_same(model, [cut], {"x": x_of(5, WIDTH)})
+        exact += 1
+    assert exact >= 2
+    with pytest.raises(ModelError, match=r"setitem_2 changes mul in place, and getitem_2 uses mul"):
+        check_in_place(graph, [graph.units.index("getitem_2")])
+    units, _ = profile(graph, {"x": x_of(5, WIDTH)})
+    assert len(units) == len(graph.units)
 
 
 class Flips(nn.Module):

@@ -511,17 +511,6 @@ def test_modules_in_a_plain_list() -> None:
     assert re.search(r"test_trace\.py:\d+: return self\.layers\[0\]\(x\)", fault)
 
 
-def test_an_assignment_to_a_part_of_a_tensor() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x[0] = 1.0
-            return x
-
-    fault = fault_of(Net())
-    assert "item assignment" in fault
-    assert ": x[0] = 1.0" in fault
-
-
 class Odd:
     """No value that a graph can hold."""
 
