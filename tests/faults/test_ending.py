@@ -65,7 +65,7 @@ def test_stopping_the_launcher_ends_all_ranks_at_once(start) -> None:
     assert run.interrupt(signal.SIGTERM) < PROMPT_S
     assert run.process.returncode == 128 + signal.SIGTERM
     assert all_gone(family)
-    assert run.err == ""
+    assert run.err.startswith("shoal: interrupted.\nshoal: what there is of this run is in ")
 
 
 def test_ctrl_c_while_ranks_are_still_starting(start) -> None:
@@ -75,7 +75,7 @@ def test_ctrl_c_while_ranks_are_still_starting(start) -> None:
     assert run.interrupt() < PROMPT_S
     assert run.process.returncode == 130
     assert all_gone(family)
-    assert run.err == ""
+    assert run.err == "shoal: interrupted.\n"
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(start) -> None:
@@ -129,7 +129,7 @@ def test_ctrl_c_on_one_machine_tells_the_other(start_warm, sync: str) -> None:
     ranks = by_hand(start_warm, "--sync", sync)
     assert ranks[1].interrupt() < PROMPT_S
     assert ranks[1].process.returncode == 130
-    assert ranks[1].err == ""
+    assert ranks[1].err == "shoal: interrupted.\n"
     assert ranks[0].end(limit_s=20) == 1
     assert "lost rank 1" in ranks[0].err
     assert "KeyboardInterrupt" in ranks[0].err

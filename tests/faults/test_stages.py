@@ -151,4 +151,6 @@ def test_ctrl_c(start) -> None:
     assert run.interrupt(signal.SIGINT) < PROMPT_S
     assert run.process.returncode == 130
     assert all_gone(family)
-    assert run.err == ""
+    first, where = run.err.splitlines()
+    assert first == "shoal: interrupted."
+    assert where.startswith("shoal: what there is of this run is in ")

@@ -125,6 +125,7 @@ def _run_here(
     try:
         cause = run_ranks(commands, Listener(on_line=show, on_event=on_event, on_end=on_end))
     except Interrupted as interrupted:
+        print("shoal: interrupted.", file=sys.stderr)
         raise typer.Exit(interrupted.exit_code) from None
     if cause is not None:
         print(f"shoal: {describe(cause)}", file=sys.stderr)

@@ -15,7 +15,7 @@ from shoal.cli.ending import exit_now
 from shoal.cli.hosts_run import train_on_hosts
 from shoal.cli.options import Hosts, NoSync, no_sync_faults
 from shoal.cli.order import RankOrder
-from shoal.errors import EXIT_FAILED, SettingsError
+from shoal.errors import EXIT_FAILED, EXIT_INTERRUPTED, SettingsError
 from shoal.launch.agents import is_this_host
 from shoal.launch.hosts import Host, read_hosts
 from shoal.launch.local import Interrupted, Listener, RankCommand, Stream, run_ranks
@@ -235,6 +235,8 @@ def train(
                 from shoal.train.rank import run_rank
 
                 code = run_rank(settings, ways[0], interface, terminal.handle)
+                if code == EXIT_INTERRUPTED:
+                    terminal.interrupted()
                 if code != 0:
                     terminal.close()
                     exit_now(code)
@@ -409,6 +411,7 @@ def _launch(
     try:
         cause = run_ranks(commands, Listener(on_line=on_line, on_event=on_event))
     except Interrupted as interrupted:
+        terminal.interrupted()
         return interrupted.exit_code
     if cause is not None:
         terminal.failure(describe(cause), cause.traceback)

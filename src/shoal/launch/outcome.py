@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,9 @@ def describe(end: RankEnd) -> str:
     """The paragraph that is shown once."""
     if end.message and not end.traceback and end.return_code == EXIT_USAGE:
         # Nothing is wrong with the rank: what it was asked to do is at fault.
-        return f"this cannot be run, as {end.who} found:\n{end.message}"
+        is_elsewhere = end.host != socket.gethostname()
+        found = f", as {end.who} found" if is_elsewhere else ""
+        return f"this cannot be run{found}:\n{end.message}"
     text = f"{end.who} {end.how}."
     if end.message and not end.traceback:  # a traceback ends with it
         text += f"\n{end.message}"

@@ -43,6 +43,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     test_samples: int
     threads: list[int]
     """Of each rank, of which those on different hosts may have different numbers."""
+    folder: str | None = None
+    """Where rank 0 keeps what there is of the run."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -41,6 +41,7 @@ class Terminal(Closing):
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self.verdict: events.Verified | None = None
+        self._folder: str | None = None
 
     def handle(self, event: events.Event) -> None:
         if isinstance(event, events.Verified):
@@ -82,7 +83,15 @@ class Terminal(Closing):
         if rest:
             err.print(Text(rest))
 
+    def interrupted(self) -> None:
+        """And what there is of the run, if it had begun."""
+        self.failure("interrupted.")
+        if self._folder is not None:
+            said = f"shoal: what there is of this run is in {self._folder}"
+            _console(stderr=True).print(Text(said))
+
     def _started(self, event: events.Started) -> None:
+        self._folder = event.folder
         hosts = sorted(set(event.hosts))
         where = f" on {', '.join(hosts)}" if len(hosts) > 1 else ""
         layout = _layout(event, len(event.hosts) // event.stages)

@@ -125,31 +125,32 @@ def train_and_keep(
     threads = crew.exchange("how many threads each has", torch.get_num_threads())
     # From here on ranks may differ in chance (dropout), as samples do.
     torch.manual_seed(settings.seed + 1 + crew.rank)
-    emit(
-        Started(
-            model=settings.model,
-            data=settings.data,
-            sync=settings.sync,
-            transport=settings.transport,
-            boss=settings.boss,
-            stages=settings.stages,
-            schedule=settings.schedule,
-            microbatches=microbatches_made(settings, num_replicas),
-            cut=[] if report is None else [names[0] for names in report.modules[1:]],
-            hosts=hosts,
-            parameters=learner.num_parameters,
-            batch_size=settings.batch_size,
-            train_samples=num_samples(data.train),
-            test_samples=num_samples(data.test),
-            threads=threads,
-        )
-    )
     with ExitStack() as stack:
         folder = None
         if crew.rank == 0:
             name = settings.name or settings.model.rpartition(":")[2]
             made = None if settings.folder is None else Path(settings.folder)
             folder = stack.enter_context(RunFolder.create(settings.out, name, settings, made))
+        emit(
+            Started(
+                model=settings.model,
+                data=settings.data,
+                sync=settings.sync,
+                transport=settings.transport,
+                boss=settings.boss,
+                stages=settings.stages,
+                schedule=settings.schedule,
+                microbatches=microbatches_made(settings, num_replicas),
+                cut=[] if report is None else [names[0] for names in report.modules[1:]],
+                hosts=hosts,
+                parameters=learner.num_parameters,
+                batch_size=settings.batch_size,
+                train_samples=num_samples(data.train),
+                test_samples=num_samples(data.test),
+                threads=threads,
+                folder=None if folder is None else str(folder.path),
+            )
+        )
 
         last = StepRecord(epoch=1, step=0, loss=None, accuracy=None, seconds=0)
         shown = 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
+
 import pytest
 
 from shoal.launch.outcome import PEER_LOST_WORDS, RankEnd, cause_of, describe, is_consequence
@@ -55,6 +58,8 @@ def test_what_a_rank_said_is_shown_once() -> None:
         "- no such layer",
         "- another",
     ]
+    here = dataclasses.replace(end(0, 2, message="no such layer"), host=socket.gethostname())
+    assert describe(here) == "this cannot be run:\nno such layer"
     with_trace = describe(end(0, 1, message="boom", traceback="Traceback …\nValueError: boom"))
     assert "boom" not in with_trace, "the traceback stands above, and ends with it"
 
