@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from shoal.pipeline.unseen import OPERATORS_IN_PLACE, Line
+from shoal.pipeline.unseen import Line
 
 LINE, INSIDE = "shoal_line", "shoal_inside"
 """Of a step: where in the user's file it is taken, and in which module's forward()."""
+OPERATORS_IN_PLACE = (
+    "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow",
+    "iand", "ior", "ixor", "ilshift", "irshift",
+)  # fmt: skip
 _NO_USERS = ("torch", "_operator", "builtins", "math")
 
 

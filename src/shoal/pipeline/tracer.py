@@ -23,11 +23,9 @@ from shoal.pipeline.kept import Kept
 from shoal.pipeline.makers import watching_makers
 from shoal.pipeline.nodes import INSIDE, LINE
 from shoal.pipeline.reach import around, reachable
+from shoal.pipeline.stand_ins import BufferProxy, StepAttribute, StepProxy
 from shoal.pipeline.unseen import (
-    BufferProxy,
     LeftOver,
-    StepAttribute,
-    StepProxy,
     Unseen,
     WatchingWrites,
     is_users,
