@@ -582,6 +582,19 @@ def case_evaluating_by_the_crew(crew: shoal.JoinedCrew) -> None:
         assert together.pipe.training == was_training
 
 
+def case_an_evaluation_whose_loss_fails(crew: shoal.JoinedCrew) -> None:
+    """It is made on the last rank only, and all are told at once."""
+    together = Together(crew, oddities(0.0), ODDITIES_CUTS, schedule="sequential")
+    ((x, y),) = batches_of_rows([11])
+    rows = TensorDataset(x, y)
+    refused(crew, ["a mistake"], lambda: crew.evaluate(together.pipe, rows, 4, mistaken))
+    together.step(x, y)
+
+
+def mistaken(output: Any, target: Any) -> torch.Tensor:
+    raise shoal.ShoalError("a mistake")
+
+
 def case_what_a_script_draws_is_the_same_on_all_stages(crew: shoal.JoinedCrew) -> None:
     """Whatever seed it had: a plain DataLoader shuffles alike on the ranks of x and of y."""
     model = oddities(0.5)

@@ -87,7 +87,7 @@ class SameTarget:
 def mark_of(y: Tree) -> int:
     """The same for the same target; 0 where there is none, or none in this host's memory."""
     mark = 0
-    for tensor in tensors_of(y).values():
+    for _, tensor in sorted(tensors_of(y).items(), key=lambda item: str(item[0])):
         if tensor.is_cpu and tensor.layout is torch.strided and tensor.numel():
             rows = tensor.detach()[:ROWS] if tensor.dim() else tensor.detach()
             flat = rows.reshape(-1)[:BYTES].resolve_conj().resolve_neg().contiguous()

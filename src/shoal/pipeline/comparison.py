@@ -128,8 +128,8 @@ class Comparison:
                     faults = faults_of_stages(self.graph, self.routes, inputs, is_training)
             except Exception as error:
                 log.info(
-                    "the stages are not compared with the model: there is too little memory to "
-                    "compute, and what it would compute depends on values (%s)",
+                    "the stages are not compared with the model: it is too large to be computed, "
+                    "and which steps it takes depends on values (%s)",
                     error,
                 )
                 return

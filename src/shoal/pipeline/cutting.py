@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.crew import Crew
-from shoal.errors import ModelError
+from shoal.errors import ModelError, reason_of
 from shoal.layout import Layout, Share
 from shoal.pipeline.footprint import bytes_per_weight_byte
 from shoal.pipeline.graph import Graph, cuts_at
@@ -57,14 +57,18 @@ def best_cuts(
 
 
 def found_by_rank_0(crew: Crew, what: str, find: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on every rank; or the fault of the model that it finds."""
-    found, fault = None, ""
+    """What rank 0 finds, on every rank; or why it does not, such as a fault of the model."""
+    found, fault, own = None, "", None
     if crew.rank == 0:
         try:
             found = find()
         except ModelError as error:
             fault = str(error)
+        except Exception as error:
+            fault, own = f"rank 0, at {what}: {reason_of(error)}", error
     found, fault = crew.exchange(what, [found, fault])[0]
+    if own is not None:
+        raise own
     if fault:
         raise ModelError(fault)
     return found

@@ -76,7 +76,7 @@ class _Steps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = [args, kwargs or {}]
+        given = _by_name(func, args, kwargs or {})
         is_constant = not any(id(each) in self._origins for each in tree_iter(given))
         origin = f"{func} {tree_map(self.origin, given)}"
         made = func(*args, **(kwargs or {}))
@@ -92,13 +92,18 @@ class _Steps(TorchDispatchMode):
         return made
 
 
-def _written(func: Any, given: list[Any]) -> Iterable[Any]:
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All that a step is given, also what was left out and has a default."""
+    names = [argument.name for argument in func._schema.arguments]
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _written(func: Any, given: dict[str, Any]) -> Iterable[Any]:
     """What a step changes in place."""
-    args, kwargs = given
-    for number, argument in enumerate(func._schema.arguments):
+    for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            is_given = number < len(args)
-            yield from tree_iter(args[number] if is_given else kwargs.get(argument.name))
+            yield from tree_iter(given.get(argument.name))
 
 
 def _computed(model: nn.Module, given: dict[str, Tree], compute: Callable[[], Any]) -> _Steps:

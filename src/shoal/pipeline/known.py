@@ -134,9 +134,14 @@ def _names() -> dict[Operation, str]:
 def name_of(operation: Any) -> str | None:
     """Under which workers know an operation, if they do."""
     try:
-        return _names().get(operation)
+        if name := _names().get(operation):
+            return name
     except TypeError:  # not hashable
         return None
+    # Some of torch's functions are written around one of the same name in C.
+    own = str(getattr(operation, "__name__", ""))
+    is_inner = getattr(torch._C._VariableFunctions, own, None) is operation
+    return f"torch.{own}" if is_inner and f"torch.{own}" in operations() else None
 
 
 # -- methods and attributes ------------------------------------------------------------------------

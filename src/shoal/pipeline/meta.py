@@ -98,6 +98,8 @@ class Beginnings:
         """That it gets values."""
         if weight.is_meta:
             frames = list(traceback.walk_stack(sys._getframe()))
+            if any(frame.f_code is nn.Module._apply.__code__ for frame, _ in frames):
+                return  # model.double(): another kind of weights, of the values that are to come
             if any(_may_give(layer, weight) for frame, _ in frames if (layer := _resetting(frame))):
                 self._given[memory_of(weight)] = True
             else:
@@ -127,7 +129,7 @@ class Beginnings:
         faults += [
             f"{name}, a buffer that is made of weights"
             for name, buffer in model.named_buffers()
-            if buffer.is_meta
+            if buffer.is_meta and not _is_torchs(model.get_submodule(name.rpartition(".")[0]))
         ]
         if faults:
             raise self._fault(what, faults)
@@ -148,6 +150,11 @@ class Beginnings:
             "Ways out: give the model itself instead of what makes it; or let the "
             "reset_parameters() of the layer that has these weights give them their values."
         )
+
+
+def _is_torchs(layer: nn.Module) -> bool:
+    """One of torch's own, whose reset gives all that it has its values."""
+    return type(layer).__module__.startswith("torch.nn.modules") and bool(_reset_of(layer))
 
 
 def _resetting(frame: FrameType) -> nn.Module | None:
@@ -212,6 +219,8 @@ def materialise(
                 "give the model itself instead of what makes it."
             )
             continue
+        # They were made with the model, and may have been given other values since.
+        buffers = [(b, b.clone()) for b in layer._buffers.values() if b is not None and b.is_cpu]
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 room: torch.Tensor = torch.empty_like(tensor, device=device)
@@ -222,6 +231,8 @@ def materialise(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:7]))
             reset()
+        for buffer, values in buffers:
+            buffer.copy_(values)
     if faults:
         raise ModelError(faults[::-1])
     for first, *others in tied:

@@ -44,6 +44,8 @@ _HINTS = {
     "Python loop, nor choose from a list: take one that the model has (self.length)",
     "cannot be iterated": "How many there will be is not known: name them (a, b = x.chunk(2)), "
     "or take them by number (parts[0])",
+    "torch.finfo()": "Nobody knows the dtype of a value yet: write float('-inf'), or "
+    "torch.finfo(self.fc.weight.dtype), of a weight",
     "float() argument": "x.mean() can be computed with as it is, without float()",
     "inputs to control flow": "A check can be read (assert x.dim() == 2, or if ...: raise) if it "
     "is one comparison; write several one after the other, without and, or, in",

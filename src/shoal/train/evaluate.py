@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from shoal.crew import Crew
+from shoal.errors import ShoalError, reason_of
 from shoal.pipeline.pipeline import Pipeline
 from shoal.train.loader import Loader
 from shoal.train.task import Means, Tally, as_pair, loss_of, means
@@ -58,13 +59,28 @@ def _of_pipeline(
     tally = Tally(crew.device)
     batch_size = max(batch_size, place.size)
     pipe.eval()
+    fault: Exception | None = None
     try:
         for x, y in map(as_pair, Loader(dataset, place, batch_size=batch_size, shuffle=False)):
             output = pipe(x, everywhere=False)
             assert place.share is not None
-            if pipe.is_last:
-                tally.add(loss(output, y), output, y, place.share.size)
+            if pipe.is_last and fault is None:
+                try:
+                    tally.add(loss(output, y), output, y, place.share.size)
+                except Exception as error:  # the others go on with the next batch
+                    fault = error
     finally:
         pipe.train(was_training)
         place.share = share_before
+    _check_all(crew, fault)
     return means(tally.total(crew))
+
+
+def _check_all(crew: Crew, fault: Exception | None) -> None:
+    """Of what only some ranks do: if it fails on one, all are told."""
+    reasons = crew.exchange("the evaluation", reason_of(fault) if fault is not None else "")
+    if fault is not None:
+        raise fault
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise ShoalError(f"{crew.roster[rank].who} could not evaluate: {reason}")

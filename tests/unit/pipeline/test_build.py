@@ -525,6 +525,34 @@ def test_an_error_of_ones_own_is_not_about_weights() -> None:
         as_module(make)
 
 
+def test_buffers_keep_what_the_model_gave_them() -> None:
+    """Not what the reset of their layer gives, which is called for its weights."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(square(), nn.BatchNorm1d(WIDTH))
+        model[1].running_mean.fill_(4.0)
+        return model
+
+    model = as_module(make)
+    materialise(model, 0, CPU)
+    assert model[1].running_mean.tolist() == [4.0] * WIDTH
+    assert model[1].weight.tolist() == [1.0] * WIDTH
+
+
+def test_weights_of_another_kind() -> None:
+    """Nothing is lost: they have no values yet."""
+    model = as_module(lambda: nn.Sequential(square(), nn.BatchNorm1d(WIDTH)).double())
+    materialise(model, 0, CPU)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64, torch.int64}
+    assert 0.1 < model[0].weight.std() < 0.3
+
+
+def test_a_batch_norm_that_is_on_meta_by_itself() -> None:
+    model = as_module(lambda: nn.Sequential(square(), nn.BatchNorm1d(WIDTH, device="meta")))
+    materialise(model, 0, CPU)
+    assert model[1].running_var.tolist() == [1.0] * WIDTH
+
+
 def test_layers_that_are_on_meta_by_themselves_begin_as_all_others() -> None:
     class Truncated(nn.Module):
         def __init__(self) -> None:
