@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -136,7 +137,7 @@ class Beginnings:
 
     def check_error(self, error: Exception, what: str) -> None:
         """Raises ModelError where it is raised because weights have no values."""
-        if self._lost or "meta" in str(error) or "incompatible tensor type" in str(error):
+        if isinstance(error, RuntimeError) and _WITHOUT_VALUES.search(str(error)):
             text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             raise self._fault(what, [text]) from error
 
@@ -150,6 +151,10 @@ class Beginnings:
             "Ways out: give the model itself instead of what makes it; or let the "
             "reset_parameters() of the layer that has these weights give them their values."
         )
+
+
+_WITHOUT_VALUES = re.compile(r"\bmeta\b|incompatible tensor type", re.IGNORECASE)
+"""In what torch says of a tensor that is on meta, or is given one that is not."""
 
 
 def _is_torchs(layer: nn.Module) -> bool:

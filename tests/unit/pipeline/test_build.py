@@ -517,11 +517,15 @@ def test_weights_that_are_made_of_weights_are_told(reparametrize: Any, words: st
     assert words in str(caught.value)
 
 
-def test_an_error_of_ones_own_is_not_about_weights() -> None:
-    def make() -> nn.Module:
-        raise KeyError("mine")
+@pytest.mark.parametrize("error", [KeyError("mine"), FileNotFoundError("meta.json")])
+def test_an_error_of_ones_own_is_not_about_weights(error: Exception) -> None:
+    """Not even after a weight was given values."""
 
-    with pytest.raises(KeyError, match="mine"):
+    def make() -> nn.Module:
+        nn.init.zeros_(square().weight)
+        raise error
+
+    with pytest.raises(type(error), match=str(error).strip("'")):
         as_module(make)
 
 
